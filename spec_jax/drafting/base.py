@@ -1,0 +1,232 @@
+"""The drafter protocol: what every family implements, and what the decode loop hands it.
+
+A drafter is a frozen, hashable dataclass (static under jit) with three pure functions; its arrays live in `params` and
+`state`. The loop and the verification rules know nothing else about it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from spec_jax import sampling as sampling_lib
+from spec_jax.cache import KVCache
+from spec_jax.models.layers import RowBlocks
+from spec_jax.sampling import SamplingState
+
+
+@dataclasses.dataclass(frozen=True)
+class Needs:
+    """What a drafter wants from the target's forward passes.
+
+    Attributes:
+      features: layers whose outputs `commit` receives; i is layer i's output, -1 the final norm's.
+      prefill_logits: whether `commit` also receives the logits of prefill chunks (the head then runs on the prompt).
+    """
+
+    features: tuple[int, ...] = ()
+    prefill_logits: bool = False
+
+
+@flax.struct.dataclass
+class DraftProbs:
+    """The laws q that draft tokens were sampled from. Row w is the law of the children of row w (0: the last token).
+
+    Attributes:
+      probs: float32 [batch, rows, vocab], or [batch, rows, m] together with `ids`.
+      ids: int32 [batch, rows, m], the support of a sparse law; None: dense. Ids of one row are distinct.
+      one_hot: bool [batch, rows], True where the child was chosen deterministically, whatever `probs` says.
+    """
+
+    probs: jax.Array
+    ids: jax.Array | None = None
+    one_hot: jax.Array | None = None
+
+
+@flax.struct.dataclass
+class Draft:
+    """What a drafter proposes for one step.
+
+    Attributes:
+      tokens: int32 [batch, nodes].
+      count: int32 [batch], the leading nodes that are real proposals; the rest is padding.
+      q: None where every node was chosen deterministically, else the laws they were drawn from.
+      parents: int32 [nodes] or [batch, nodes] for a tree made at run time; None: the drafter's static `parents`.
+      auxiliary: bool [nodes], rows that ride along in the forward pass and are never accepted; they follow the others.
+      target_cache: the target's cache, where the drafter wrote to it beyond `length`; verification writes it again.
+    """
+
+    tokens: jax.Array
+    count: jax.Array
+    q: DraftProbs | None = None
+    parents: jax.Array | None = None
+    auxiliary: jax.Array | None = None
+    target_cache: KVCache | None = None
+
+
+@flax.struct.dataclass
+class Seen:
+    """What the target has just processed and the loop has committed: a prefill chunk or an accepted run.
+
+    Attributes:
+      tokens: int32 [batch, rows], the tokens fed, in text order.
+      next_tokens: int32 [batch, rows], the committed token that follows each.
+      start: int32 [batch], absolute position of tokens[:, 0].
+      count: int32 [batch], the leading rows that are committed (0 for a finished row).
+      features: {layer: [batch, rows, embed]} along the accepted path, in the same order.
+      logits: float32 [batch, width, vocab] of every row in flight, None for a prefill chunk unless asked for.
+      path: int32 [batch, rows], the row in flight that each token came from.
+      prefill: whether this is a chunk of the prompt; every row's earlier chunks have been seen.
+    """
+
+    tokens: jax.Array
+    next_tokens: jax.Array
+    start: jax.Array
+    count: jax.Array
+    features: dict[int, jax.Array]
+    logits: jax.Array | None
+    path: jax.Array
+    prefill: bool = flax.struct.field(pytree_node=False)
+
+
+@flax.struct.dataclass
+class TargetView:
+    """The target as drafters may use it: a static module with its parameters and canonical row blocks."""
+
+    params: Any
+    module: Any = flax.struct.field(pytree_node=False)
+    rows: RowBlocks = flax.struct.field(pytree_node=False)
+    vocab_size: int = flax.struct.field(pytree_node=False)
+
+
+@flax.struct.dataclass
+class View:
+    """What `propose` sees.
+
+    Attributes:
+      tokens: int32 [batch, capacity], committed tokens (prompt and output).
+      length: int32 [batch], how many are committed; at least 1.
+      last: int32 [batch], the last committed token, not yet in the target's cache.
+      room: int32 [batch], tokens that may still be emitted.
+      live: bool [batch], rows that still decode.
+      cache: the target's cache, length - 1 slots committed.
+      sampling: the rows' sampling parameters and keys.
+      target: the target's module and parameters.
+      rule: the verification rule in force.
+    """
+
+    tokens: jax.Array
+    length: jax.Array
+    last: jax.Array
+    room: jax.Array
+    live: jax.Array
+    cache: KVCache
+    sampling: SamplingState
+    target: TargetView
+    rule: str = flax.struct.field(pytree_node=False)
+
+    @property
+    def draft_purpose(self) -> int:
+        """Noise a drafter samples with: the target's own under `coupled`, independent noise otherwise."""
+        return sampling_lib.TARGET if self.rule == "coupled" else sampling_lib.DRAFT
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """One drafter family.
+
+    Attributes:
+      num_nodes: draft nodes per step, auxiliary ones included; 0 drafts nothing.
+      parents: parents of the nodes, -1 for children of the last committed token; None: a chain.
+      needs: what `commit` wants from the target.
+    """
+
+    num_nodes: int
+    parents: tuple[int, ...] | None
+    needs: Needs
+
+    def init(self, params: Any, target: TargetView, batch: int, capacity: int) -> Any:
+        """The state before anything was seen, a pytree of fixed shape."""
+
+    def commit(self, params: Any, state: Any, seen: Seen) -> Any:
+        """Feeds committed tokens: every prefill chunk and every accepted run. Exact for every count."""
+
+    def propose(self, params: Any, state: Any, view: View) -> tuple[Draft, Any]:
+        """Proposes up to `num_nodes` tokens behind the last committed one."""
+
+
+class BaseDrafter:
+    """Defaults for drafters that need less than the whole protocol: a chain, no needs, no state."""
+
+    parents: tuple[int, ...] | None = None
+    needs: Needs = Needs()
+
+    def init(self, params, target, batch, capacity):
+        return ()
+
+    def commit(self, params, state, seen):
+        return state
+
+
+@dataclasses.dataclass(frozen=True)
+class NoDrafter(BaseDrafter):
+    """Plain decoding: drafts nothing, in the same loop."""
+
+    num_nodes: int = 0
+
+    def propose(self, params, state, view):
+        raise ValueError("plain decoding proposes nothing")  # the loop never calls it with num_nodes == 0
+
+
+@flax.struct.dataclass
+class Proposal:
+    """Draft tokens int32 [batch, k] of an autoregressive drafter and, where sampled, their laws [batch, k, vocab]."""
+
+    tokens: jax.Array
+    probs: jax.Array | None
+
+
+def draft_chain(
+    next_logits: Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, Any]],
+    carry: Any,
+    first: jax.Array,
+    view: View,
+    steps: int,
+    sample: bool,
+    vocab_size: int,
+) -> tuple[Proposal, Any]:
+    """Drafts a chain token by token, inside one `lax.scan`.
+
+    Args:
+      next_logits: (carry, token [batch], step) -> (logits float32 [batch, vocab], carry).
+      first: int32 [batch], the last committed token.
+      steps: K.
+      sample: draw from the processed distribution and return it as q. Otherwise the draft is the argmax, or under
+        `coupled` the token that the target's own noise picks from the drafter's distribution.
+      vocab_size: ids at and beyond it are never proposed.
+    """
+    keep_q = sample and view.rule != "coupled"
+
+    def step(carry, index):
+        token, inner = carry
+        logits, inner = next_logits(inner, token, index)
+        noisy = keep_q or view.rule == "coupled"
+        if noisy:
+            position = (view.length + index)[:, None]
+            chosen, _ = sampling_lib.choose_tokens(
+                logits[:, None], position, view.sampling, vocab_size, view.draft_purpose
+            )
+            token = chosen[:, 0]
+        else:
+            token = jnp.argmax(sampling_lib.mask_padding(logits, vocab_size), axis=-1).astype(jnp.int32)
+        probs = sampling_lib.probabilities(logits, view.sampling, vocab_size) if keep_q else None
+        return (token, inner), (token, probs)
+
+    (_, carry), (tokens, probs) = lax.scan(step, (first, carry), jnp.arange(steps))
+    return Proposal(tokens.T, None if probs is None else jnp.moveaxis(probs, 0, 1)), carry

@@ -1,0 +1,78 @@
+"""From a `SpeculativeConfig` to a drafter and its parameters, with every mismatch refused before any weight is used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from spec_jax.config import SpeculativeConfig
+from spec_jax.drafting.base import NoDrafter
+from spec_jax.drafting.draft_model import DraftModelDrafter
+from spec_jax.drafting.layer_skip import LayerSkipDrafter
+from spec_jax.drafting.ngram import NGramDrafter
+from spec_jax.models.layers import RowBlocks
+
+
+def build_drafter(config: SpeculativeConfig, target: Any, rows: RowBlocks) -> tuple[Any, Any]:
+    """The drafter of `config` and its parameters. `rows`: canonical row blocks of a draft model's forward passes."""
+    k = config.num_speculative_tokens
+    if k == 0:
+        return NoDrafter(), ()
+    sample = config.draft_sample_method == "probabilistic"
+    if config.method == "ngram":
+        return NGramDrafter(k, config.prompt_lookup_max, config.prompt_lookup_min), ()
+    if config.method == "layer_skip":
+        return LayerSkipDrafter(k, skip_layers(config, target.config.num_layers), sample), ()
+    draft = config.model
+    if isinstance(draft, str) or hasattr(draft, "__fspath__"):
+        from spec_jax.models.loading import load_model  # a model on disk: the loaders are needed only here
+
+        draft = load_model(draft, dtype=target.module.dtype)
+    check_same_vocabulary(target, draft)
+    drafter = DraftModelDrafter(
+        num_nodes=k,
+        module=draft.module,
+        vocab_size=target.vocab_size,
+        target_vocab=target.config.vocab_size,
+        max_positions=draft.max_model_len,
+        rows=rows,
+        sample=sample,
+    )
+    return drafter, draft.params
+
+
+def skip_layers(config: SpeculativeConfig, num_layers: int) -> tuple[int, ...]:
+    """The layers that a layer_skip drafter runs."""
+    if config.draft_layers is not None:
+        if config.draft_layers[-1] >= num_layers:
+            raise ValueError(f"draft_layers={config.draft_layers} names layer {config.draft_layers[-1]}, but the target "
+                             f"has layers 0..{num_layers - 1}")  # fmt: skip
+        return config.draft_layers
+    exit_layer = config.exit_layer if config.exit_layer is not None else max(num_layers // 3, 1)
+    if exit_layer > num_layers:
+        raise ValueError(f"exit_layer={exit_layer} is beyond the target's {num_layers} layers")
+    return tuple(range(exit_layer))
+
+
+def check_same_vocabulary(target: Any, draft: Any) -> None:
+    """Raises ValueError unless both models use the same ids for the same tokens; padding rows may differ."""
+    for side, other in ((target, draft), (draft, target)):
+        if side.config.vocab_size < other.vocab_size:
+            raise ValueError(
+                f"{side.name} has {side.config.vocab_size} embedding rows, fewer than the {other.vocab_size} ids of "
+                f"{other.name}; a draft model must share the target's vocabulary"
+            )
+    if target.vocab_size != draft.vocab_size:
+        raise ValueError(
+            f"the draft model {draft.name} has a vocabulary of {draft.vocab_size} ids and the target {target.name} one of "
+            f"{target.vocab_size}; they must be equal (embeddings padded beyond it may differ). Choose a draft model of "
+            f"the target's family"
+        )
+    if target.tokenizer is None or draft.tokenizer is None or target.tokenizer is draft.tokenizer:
+        return
+    ours, theirs = target.tokenizer.vocabulary, draft.tokenizer.vocabulary
+    if ours != theirs:
+        token = next(t for t in sorted(ours.keys() | theirs.keys()) if ours.get(t) != theirs.get(t))
+        raise ValueError(
+            f"the tokenizers of {target.name} and {draft.name} differ: {token!r} has id {ours.get(token)} and "
+            f"{theirs.get(token)}; a draft model must share the target's tokenizer"
+        )

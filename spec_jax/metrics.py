@@ -1,0 +1,124 @@
+"""Acceptance statistics with vLLM's definitions, and the results that callers see.
+
+A "draft" is a verification step that had at least one draft token. `mean_acceptance_length` counts the bonus or
+residual token of every draft; a quotient without drafts is None, not 0 or NaN.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stats:
+    """Counts of one sequence or of a whole call; totals are sums of counts, never means of ratios.
+
+    Attributes:
+      num_steps: verification steps (target forward passes of a row after prefill).
+      num_drafts: steps with at least one draft token.
+      num_draft_tokens: draft tokens proposed to verification.
+      num_accepted_tokens: draft tokens accepted and emitted.
+      num_emitted_tokens: tokens returned.
+      acceptance_histogram: drafts by the number of their tokens accepted, index 0..K.
+      near_ties: emitted tokens whose lead over the runner-up was below `verify.NEAR_TIE`: the only places where text
+        may differ between programs whose logits are not bit-identical.
+      compile_seconds, prefill_seconds, decode_seconds: wall clock of the call; 0 for a single sequence.
+    """
+
+    num_steps: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_emitted_tokens: int = 0
+    acceptance_histogram: tuple[int, ...] = (0,)
+    near_ties: int = 0
+    compile_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        """1 + accepted tokens per draft; None where nothing was drafted."""
+        return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else None
+
+    @property
+    def draft_acceptance_rate(self) -> float | None:
+        """Accepted share of the draft tokens; None where nothing was drafted."""
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None
+
+    @property
+    def per_position_acceptance_rate(self) -> list[float] | None:
+        """Share of drafts whose token at position i was accepted, i = 0..K-1: unconditional, never increasing."""
+        if not self.num_drafts:
+            return None
+        counts = self.acceptance_histogram
+        return [sum(counts[i + 1 :]) / self.num_drafts for i in range(len(counts) - 1)]
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Emitted tokens per second of decoding (without compilation and prefill); None where nothing was timed."""
+        return self.num_emitted_tokens / self.decode_seconds if self.decode_seconds > 0 else None
+
+    def to_dict(self) -> dict:
+        """Every count and every ratio, ready for JSON."""
+        ratios = ("mean_acceptance_length", "draft_acceptance_rate", "per_position_acceptance_rate", "tokens_per_second")
+        return dataclasses.asdict(self) | {name: getattr(self, name) for name in ratios}
+
+
+def total(parts: Sequence[Stats]) -> Stats:
+    """The sum of several statistics."""
+    width = max((len(p.acceptance_histogram) for p in parts), default=1)
+    histogram = [0] * width
+    for part in parts:
+        for i, count in enumerate(part.acceptance_histogram):
+            histogram[i] += count
+    sums = {
+        f.name: sum(getattr(p, f.name) for p in parts)
+        for f in dataclasses.fields(Stats)
+        if f.name != "acceptance_histogram"
+    }
+    return Stats(**sums, acceptance_histogram=tuple(histogram))
+
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Completion:
+    """One generated continuation of one prompt.
+
+    Attributes:
+      prompt_index: which prompt it continues.
+      token_ids: the new tokens; a stop token is the last of them.
+      text: their text without the stop token, None where the model has no tokenizer.
+      finish_reason: "stop", "length" (max_tokens) or "context" (the model's context is full).
+      seed: the seed that gives this text again with n=1.
+      accepted: per token, True where a draft token was accepted.
+      logprobs: None; log-probabilities are not computed yet.
+      stats: this sequence's counts.
+    """
+
+    prompt_index: int
+    token_ids: list[int]
+    text: str | None
+    finish_reason: str
+    seed: int
+    accepted: list[bool]
+    logprobs: None = None
+    stats: Stats
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerateResult:
+    """What `generate` returns.
+
+    Attributes:
+      sequences: prompt-major, n per prompt.
+      exactness: "E2", "E1" or "E0", the level that this call ran under (see README).
+      verify_width: rows of one verification step.
+      stats: sums over the sequences, and the call's times.
+    """
+
+    sequences: list[Completion]
+    exactness: str
+    verify_width: int
+    stats: Stats

@@ -1,0 +1,141 @@
+"""The Llama family's configuration and the map from Hugging Face tensors to parameters.
+
+One frozen `LlamaConfig` covers Llama, SmolLM2, Mistral (without a window), Qwen2 and Qwen3: they differ in biases,
+query/key norms, tied embeddings and rotary scaling only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from spec_jax.models.rope import RopeConfig, rope_from_hf
+
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+@dataclasses.dataclass(frozen=True)
+class LlamaConfig:
+    """Sizes and switches of one model; hashable, so it is static under jit."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int = 2048
+    rms_norm_eps: float = 1e-5
+    rope: RopeConfig = RopeConfig()
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    model_type: str = "llama"
+
+    def __post_init__(self):
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r} must be a positive integer")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")
+
+    @property
+    def query_group(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.num_heads // self.num_kv_heads
+
+
+def from_hf_config(config: Mapping[str, Any]) -> LlamaConfig:
+    """Maps the contents of a `config.json`. Raises ValueError naming what is not supported."""
+    model_type = config.get("model_type")
+    if config.get("is_encoder_decoder"):
+        raise ValueError(f"model_type={model_type!r} is an encoder-decoder; only decoder-only models are supported")
+    if model_type not in MODEL_TYPES:
+        raise ValueError(f"model_type={model_type!r} is not supported; supported: {', '.join(MODEL_TYPES)}")
+    window = config.get("sliding_window")
+    if window and config.get("use_sliding_window", model_type == "mistral") and window < config["max_position_embeddings"]:
+        raise ValueError(f"sliding_window={window} is not supported yet; models with full attention only")
+    rotary = (config.get("rope_parameters") or {}).get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if rotary not in (None, 1):
+        raise ValueError(f"partial_rotary_factor={rotary!r} is not supported; all of head_dim must be rotated")
+    if config.get("hidden_act", "silu") not in ("silu", "swish"):
+        raise ValueError(f"hidden_act={config['hidden_act']!r} is not supported; this family uses 'silu'")
+    required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    missing = [name for name in required if config.get(name) is None]
+    if missing:
+        raise ValueError(f"config.json lacks {', '.join(missing)}")
+    heads = int(config["num_attention_heads"])
+    attention_bias = bool(config.get("attention_bias", False))
+    return LlamaConfig(
+        vocab_size=int(config["vocab_size"]),
+        hidden_size=int(config["hidden_size"]),
+        intermediate_size=int(config["intermediate_size"]),
+        num_layers=int(config["num_hidden_layers"]),
+        num_heads=heads,
+        num_kv_heads=int(config.get("num_key_value_heads") or heads),
+        head_dim=int(config.get("head_dim") or int(config["hidden_size"]) // heads),
+        max_position_embeddings=int(config.get("max_position_embeddings", 2048)),
+        rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        rope=rope_from_hf(config),
+        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+        qkv_bias=model_type == "qwen2" or attention_bias,
+        output_bias=attention_bias and model_type != "qwen2",
+        mlp_bias=bool(config.get("mlp_bias", False)),
+        qk_norm=model_type == "qwen3",
+        model_type=model_type,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorSpec:
+    """Where one Hugging Face tensor goes: `path` in the parameter tree; `shape` is the shape in the file.
+
+    Linear weights lie in the file as [out, in] and in the tree as [in, out] (`transpose`).
+    """
+
+    path: tuple[str, ...]
+    shape: tuple[int, ...]
+    transpose: bool = False
+
+    def to_param(self, array: np.ndarray) -> np.ndarray:
+        return np.ascontiguousarray(array.T) if self.transpose else array
+
+
+def tensor_specs(config: LlamaConfig) -> dict[str, TensorSpec]:
+    """Every tensor a checkpoint of this config must hold, by its Hugging Face name."""
+    d, f, h = config.hidden_size, config.intermediate_size, config.head_dim
+    q, kv = config.num_heads * h, config.num_kv_heads * h
+    specs = {
+        "model.embed_tokens.weight": TensorSpec(("embedding",), (config.vocab_size, d)),
+        "model.norm.weight": TensorSpec(("final_norm",), (d,)),
+    }
+    if not config.tie_embeddings:
+        specs["lm_head.weight"] = TensorSpec(("lm_head",), (config.vocab_size, d))
+    for i in range(config.num_layers):
+        layer, name = f"layer_{i}", f"model.layers.{i}."
+        sizes = {
+            "self_attn.q_proj": ("q", q, d, config.qkv_bias),
+            "self_attn.k_proj": ("k", kv, d, config.qkv_bias),
+            "self_attn.v_proj": ("v", kv, d, config.qkv_bias),
+            "self_attn.o_proj": ("o", d, q, config.output_bias),
+            "mlp.gate_proj": ("gate", f, d, config.mlp_bias),
+            "mlp.up_proj": ("up", f, d, config.mlp_bias),
+            "mlp.down_proj": ("down", d, f, config.mlp_bias),
+        }
+        for hf, (ours, rows, columns, bias) in sizes.items():
+            specs[f"{name}{hf}.weight"] = TensorSpec((layer, ours), (rows, columns), transpose=True)
+            if bias:
+                specs[f"{name}{hf}.bias"] = TensorSpec((layer, f"{ours}_bias"), (rows,))
+        specs[f"{name}input_layernorm.weight"] = TensorSpec((layer, "attention_norm"), (d,))
+        specs[f"{name}post_attention_layernorm.weight"] = TensorSpec((layer, "mlp_norm"), (d,))
+        if config.qk_norm:
+            specs[f"{name}self_attn.q_norm.weight"] = TensorSpec((layer, "q_norm"), (h,))
+            specs[f"{name}self_attn.k_norm.weight"] = TensorSpec((layer, "k_norm"), (h,))
+    return specs

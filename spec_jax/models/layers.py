@@ -1,0 +1,89 @@
+"""Layers shared by the model families, and the canonical row blocks that make their bits independent of the width.
+
+A matrix product rounds differently for one row and for several. `RowBlocks` fixes the row counts at which products
+and norms run, so that a token's logits are the same bits whether it was decoded alone, verified with K drafts, in a
+batch, or prefilled (DESIGN: exactness E2).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from spec_jax.cache import round_up
+
+
+@dataclasses.dataclass(frozen=True)
+class RowBlocks:
+    """The row counts at which a forward pass may run; hashable, static under jit.
+
+    Attributes:
+      block: products and norms see exactly this many rows at most, more rows run block by block, and norms are padded
+        to a whole block. None: as many rows as there are, fused as XLA likes (E0).
+      minimum: products are padded to at least this many rows.
+      tile: query rows of one attention product, always padded to a whole tile. None: as many as there are, so that
+        bits depend on the batch and the width (E1).
+    """
+
+    block: int | None = None
+    minimum: int = 1
+    tile: int | None = None
+
+    @property
+    def canonical(self) -> bool:
+        return self.block is not None
+
+
+def by_rows(function: Callable[[jax.Array], jax.Array], x: jax.Array, rows: RowBlocks, *, at_least: int) -> jax.Array:
+    """Applies `function`, which treats rows independently, to `x` [rows, ...] in canonical row counts.
+
+    Up to one block of rows is padded to `at_least` rows; more rows run block after block. The barriers keep XLA from
+    fusing neighbours into the computation, which would round it differently in another program.
+    """
+    if not rows.canonical:
+        return function(x)
+    count = x.shape[0]
+    if count <= rows.block:
+        padded = _pad_rows(x, max(count, at_least))
+        return lax.optimization_barrier(function(lax.optimization_barrier(padded)))[:count]
+    blocks = _pad_rows(x, round_up(count, rows.block)).reshape(-1, rows.block, *x.shape[1:])
+    out = lax.map(lambda b: lax.optimization_barrier(function(lax.optimization_barrier(b))), blocks)
+    return out.reshape(-1, *out.shape[2:])[:count]
+
+
+def _pad_rows(x: jax.Array, count: int) -> jax.Array:
+    return jnp.pad(x, ((0, count - x.shape[0]),) + ((0, 0),) * (x.ndim - 1)) if count > x.shape[0] else x
+
+
+def linear(x: jax.Array, weight: jax.Array, rows: RowBlocks, bias: jax.Array | None = None) -> jax.Array:
+    """x [rows, in] times weight [in, out] (plus bias), in x's dtype with float32 accumulation."""
+
+    def product(x):
+        y = jnp.einsum("ri,io->ro", x, weight, preferred_element_type=jnp.float32)
+        return (y if bias is None else y + bias.astype(jnp.float32)).astype(x.dtype)
+
+    return by_rows(product, x, rows, at_least=rows.minimum)
+
+
+def unembed(x: jax.Array, weight: jax.Array, rows: RowBlocks) -> jax.Array:
+    """x [rows, embed] times the transposed embedding [vocab, embed]: float32 logits [rows, vocab]."""
+
+    def product(x):
+        return jnp.einsum("re,ve->rv", x, weight, preferred_element_type=jnp.float32)
+
+    return by_rows(product, x, rows, at_least=rows.minimum)
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float, rows: RowBlocks) -> jax.Array:
+    """Root-mean-square norm over the last axis of x [rows, ..., embed], computed in float32."""
+
+    def norm(x):
+        wide = x.astype(jnp.float32)
+        scale = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+        return (wide * scale).astype(x.dtype) * weight.astype(x.dtype)
+
+    return by_rows(norm, x, rows, at_least=rows.block or 1)

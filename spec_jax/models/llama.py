@@ -1,0 +1,217 @@
+"""The Llama family (Llama, SmolLM2, Mistral, Qwen2, Qwen3) as a purely functional Flax Linen module.
+
+The module is a frozen, hashable description; parameters, cache and features are plain pytrees passed in and out. The
+staged methods `embed`, `layers` and `head` let a drafter use part of its target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import flax.linen as nn
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from spec_jax import cache as kv
+from spec_jax.kernels.attention import attention
+from spec_jax.models.config import LlamaConfig, tensor_specs
+from spec_jax.models.layers import RowBlocks, linear, rms_norm, unembed
+from spec_jax.models.rope import rope_table, rotate
+
+FINAL_NORM = -1
+"""Name of the final norm's output among the captured features; layer i's output is i."""
+
+
+@flax.struct.dataclass
+class Flight:
+    """Where the rows in flight stand: the same for every layer of one forward pass.
+
+    Attributes:
+      start: int32 [batch], the slot that row 0 is written to, which is the number of committed slots.
+      positions: int32 [batch, width], rotary positions (start + depth).
+      ancestors: uint32 [batch or 1, width, words], the packed ancestor mask.
+      write: bool [batch], False for finished rows, which no longer write to the cache.
+    """
+
+    start: jax.Array
+    positions: jax.Array
+    ancestors: jax.Array
+    write: jax.Array
+
+
+@flax.struct.dataclass
+class ForwardOutput:
+    """Logits float32 [batch, width, vocab]; features {layer: [batch, width, embed]}; the cache with rows written."""
+
+    logits: jax.Array
+    features: dict[int, jax.Array]
+    cache: kv.KVCache
+
+
+class Llama(nn.Module):
+    """One decoder-only model.
+
+    Attributes:
+      config: sizes and switches.
+      dtype: "float32" or "bfloat16", of weights, activations and cache; logits, norms and softmax are float32.
+    """
+
+    config: LlamaConfig
+    dtype: str = "float32"
+
+    def setup(self):
+        tree: dict = {}
+        for spec in tensor_specs(self.config).values():
+            shape = spec.shape[::-1] if spec.transpose else spec.shape
+            tree.setdefault(spec.path[0], {})
+            if len(spec.path) == 2:
+                tree[spec.path[0]][spec.path[1]] = shape
+            else:
+                tree[spec.path[0]] = shape
+        self.weights = {
+            name: self.param(name, _initialise, entry, jnp.dtype(self.dtype)) for name, entry in tree.items()
+        }
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        cache: kv.KVCache,
+        *,
+        depth: jax.Array,
+        ancestors: jax.Array,
+        rows: RowBlocks,
+        write: jax.Array | None = None,
+        capture: tuple[int, ...] = (),
+        with_logits: bool = True,
+    ) -> ForwardOutput:
+        """One forward pass of the rows in flight.
+
+        Args:
+          tokens: int32 [batch, width].
+          cache: rows 0..length-1 committed; row w of the flight is written to slot length + w.
+          depth: int32 [width] or [batch, width], position of a row behind `length` (a chain: 0, 1, 2, ...).
+          ancestors: uint32 [batch or 1, width, words].
+          rows: the canonical row blocks to run in.
+          write: bool [batch], rows that may write to the cache; None: all.
+          capture: layers whose outputs are returned as features; `FINAL_NORM` for the final norm's output.
+          with_logits: False leaves out the head, as prefill does.
+        """
+        flight = self.flight(cache, tokens.shape[1], depth, ancestors, write)
+        x = self.embed(tokens)
+        x, cache, features = self.layers(x, cache, flight, rows, capture=capture)
+        normed = self.final_norm(x, rows) if with_logits or FINAL_NORM in capture else None
+        if FINAL_NORM in capture:
+            features[FINAL_NORM] = normed
+        logits = self.head(normed, rows) if with_logits else None
+        return ForwardOutput(logits, features, cache)
+
+    def flight(self, cache, width, depth, ancestors, write=None) -> Flight:
+        """Describes `width` rows in flight behind the committed slots of `cache`."""
+        batch = cache.length.shape[0]
+        depth = jnp.broadcast_to(jnp.asarray(depth, jnp.int32), (batch, width))
+        write = jnp.ones(batch, bool) if write is None else write
+        return Flight(cache.length, cache.length[:, None] + depth, jnp.asarray(ancestors), write)
+
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        """Token ids [batch, width] to embeddings [batch, width, embed]. Ids must lie in the vocabulary."""
+        return self.weights["embedding"][tokens]
+
+    def layers(
+        self,
+        x: jax.Array,
+        cache: kv.KVCache,
+        flight: Flight,
+        rows: RowBlocks,
+        *,
+        start: int = 0,
+        stop: int | None = None,
+        skip: Sequence[int] = (),
+        capture: Sequence[int] = (),
+    ) -> tuple[jax.Array, kv.KVCache, dict[int, jax.Array]]:
+        """Runs layers start..stop-1 except those in `skip`, writing K/V of each layer that ran."""
+        k, v, features = list(cache.k), list(cache.v), {}
+        cos, sin = rope_table(self.config.rope, self.config.head_dim, flight.positions)
+        for index in range(start, self.config.num_layers if stop is None else stop):
+            if index in skip:
+                continue
+            # A barrier at every layer border, so that capturing a layer's output never changes how it is fused.
+            x = lax.optimization_barrier(x)
+            x, k[index], v[index] = self._layer(index, x, k[index], v[index], flight, cos, sin, rows)
+            if index in capture:
+                features[index] = x
+        return lax.optimization_barrier(x), cache.replace(k=tuple(k), v=tuple(v)), features
+
+    def final_norm(self, x: jax.Array, rows: RowBlocks) -> jax.Array:
+        """The norm in front of the head, [batch, width, embed]."""
+        flat = x.reshape(-1, x.shape[-1])
+        return rms_norm(flat, self.weights["final_norm"], self.config.rms_norm_eps, rows).reshape(x.shape)
+
+    def head(self, normed: jax.Array, rows: RowBlocks) -> jax.Array:
+        """float32 logits [batch, width, vocab] of final-norm outputs."""
+        weight = self.weights["embedding" if self.config.tie_embeddings else "lm_head"]
+        flat = normed.reshape(-1, normed.shape[-1])
+        return unembed(flat, weight, rows).reshape(*normed.shape[:-1], self.config.vocab_size)
+
+    def _layer(self, index, x, k_slots, v_slots, flight, cos, sin, rows):
+        c, w = self.config, self.weights[f"layer_{index}"]
+        batch, width, embed = x.shape
+        heads, kv_heads, head_dim = c.num_heads, c.num_kv_heads, c.head_dim
+        x = x.reshape(batch * width, embed)
+
+        with jax.named_scope("attention"):
+            normed = rms_norm(x, w["attention_norm"], c.rms_norm_eps, rows)
+            q = linear(normed, w["q"], rows, w.get("q_bias")).reshape(-1, heads, head_dim)
+            k = linear(normed, w["k"], rows, w.get("k_bias")).reshape(-1, kv_heads, head_dim)
+            v = linear(normed, w["v"], rows, w.get("v_bias")).reshape(batch, width, kv_heads, head_dim)
+            if c.qk_norm:
+                q = rms_norm(q, w["q_norm"], c.rms_norm_eps, rows)
+                k = rms_norm(k, w["k_norm"], c.rms_norm_eps, rows)
+            q = rotate(q.reshape(batch, width, heads, head_dim), cos, sin)
+            k = rotate(k.reshape(batch, width, kv_heads, head_dim), cos, sin)
+            slot = jnp.where(flight.write, flight.start, k_slots.shape[2])  # beyond the capacity: dropped
+            k_slots = kv.write_rows(k_slots, k.transpose(0, 2, 1, 3), slot)
+            v_slots = kv.write_rows(v_slots, v.transpose(0, 2, 1, 3), slot)
+            if rows.canonical:
+                q = lax.optimization_barrier(q)
+            seen = attention(q, k_slots, v_slots, flight.start, flight.ancestors, tile_rows=rows.tile)
+            if rows.canonical:
+                seen = lax.optimization_barrier(seen)
+            x = x + linear(seen.reshape(batch * width, heads * head_dim), w["o"], rows, w.get("o_bias"))
+
+        with jax.named_scope("mlp"):
+            normed = rms_norm(x, w["mlp_norm"], c.rms_norm_eps, rows)
+            gate = linear(normed, w["gate"], rows, w.get("gate_bias"))
+            up = linear(normed, w["up"], rows, w.get("up_bias"))
+            x = x + linear(nn.silu(gate) * up, w["down"], rows, w.get("down_bias"))
+        return x.reshape(batch, width, embed), k_slots, v_slots
+
+
+def _initialise(key, entry, dtype):
+    """Random weights for tests and for drafters trained from scratch: ones for norms, zeros for biases, else normal."""
+    if not isinstance(entry, dict):
+        return _initialise(key, {"final_norm" if len(entry) == 1 else "weight": entry}, dtype).popitem()[1]
+    out = {}
+    for place, (name, shape) in enumerate(entry.items()):
+        if name.endswith("norm"):
+            out[name] = jnp.ones(shape, dtype)
+        elif name.endswith("bias"):
+            out[name] = jnp.zeros(shape, dtype)
+        else:
+            scale = shape[0] ** -0.5 if len(entry) > 1 else shape[-1] ** -0.5
+            out[name] = (jax.random.normal(jax.random.fold_in(key, place), shape) * scale).astype(dtype)
+    return out
+
+
+def init_params(module: Llama, seed: int = 0) -> dict:
+    """Random parameters of `module`, a nested dict like that of a loaded checkpoint."""
+    cache = kv.init_cache(module.config.num_layers, 1, module.config.num_kv_heads, 1, module.config.head_dim, module.dtype)
+    tokens = jnp.zeros((1, 1), jnp.int32)
+    ancestors = np.ones((1, 1, 1), np.uint32)
+
+    def init(key):
+        return module.init(key, tokens, cache, depth=np.zeros(1, np.int32), ancestors=ancestors, rows=RowBlocks())
+
+    return jax.jit(init)(jax.random.key(seed))["params"]

@@ -1,0 +1,92 @@
+"""A stand-in for loading and decoding, so that tests of the CLI and of `bench` choose every number themselves."""
+
+from types import SimpleNamespace
+
+import pytest
+
+import spec_jax
+from spec_jax.metrics import Stats
+
+
+class ByteTokenizer:
+    """Token ids are UTF-8 bytes."""
+
+    has_chat_template = False
+
+    def encode(self, text):
+        return list(text.encode())
+
+    def decode(self, ids):
+        return bytes(i % 256 for i in ids).decode(errors="replace")
+
+
+class FakeCore:
+    """Records every call of `generate` and answers it with `output` and the speeds in `tokens_per_second`."""
+
+    def __init__(self):
+        self.target = SimpleNamespace(name="fake", tokenizer=ByteTokenizer())
+        self.calls = []
+        self.tokens_per_second = {"plain W=1": 20.0, "plain": 10.0}
+        self.default_speed = 40.0
+        self.output = lambda call: self.target.tokenizer.encode(f"äöü answer to {call.prompts[0]}"[:24])
+        self.drafts = lambda call: (4, 16, 7)
+
+    def load_model(self, name, dtype="float32"):
+        if name == "missing":
+            raise ValueError("model 'missing' is not known;\nuse one of: fake")
+        return self.target
+
+    def generate(self, target, prompts, speculative_config=None, sampling=None, verify_width=None, exact=None):
+        config = speculative_config or {"method": "none"}
+        call = SimpleNamespace(
+            prompts=prompts,
+            config=config,
+            sampling=sampling,
+            verify_width=verify_width,
+            exact=exact,
+            number=len(self.calls),
+        )
+        self.calls.append(call)
+        call.label = self.label(call)
+        plain = call.label.startswith("plain")
+        drafts, drafted, accepted = (0, 0, 0) if plain else self.drafts(call)
+        sequences = [
+            SimpleNamespace(
+                token_ids=ids,
+                text=target.tokenizer.decode(ids),
+                finish_reason="length",
+                seed=0,
+                accepted=[i % 2 == 1 for i in range(len(ids))],
+                prompt_index=index,
+                stats=Stats(num_drafts=drafts),
+            )
+            for index, ids in enumerate([self.output(call)] * len(prompts))
+        ]
+        tokens = sum(len(sequence.token_ids) for sequence in sequences)
+        speed = self.tokens_per_second.get(call.label, self.default_speed)
+        stats = Stats(
+            num_drafts=drafts,
+            num_draft_tokens=drafted,
+            num_accepted_tokens=accepted,
+            num_emitted_tokens=tokens,
+            near_ties=1,
+            compile_seconds=1.0,
+            prefill_seconds=0.1,
+            decode_seconds=tokens / speed,
+        )
+        return SimpleNamespace(sequences=sequences, stats=stats, exactness="E2", verify_width=verify_width or 8)
+
+    @staticmethod
+    def label(call):
+        if isinstance(call.config, str) or call.config["method"] != "none":
+            return call.config if isinstance(call.config, str) else call.config["method"]
+        return "plain W=1" if call.verify_width == 1 else "plain"
+
+
+@pytest.fixture
+def core(monkeypatch):
+    """A `FakeCore` in place of `spec_jax.load_model` and `spec_jax.generate`."""
+    fake = FakeCore()
+    monkeypatch.setitem(vars(spec_jax), "load_model", fake.load_model)
+    monkeypatch.setitem(vars(spec_jax), "generate", fake.generate)
+    return fake

@@ -1,0 +1,241 @@
+"""`load_model` on Hugging Face folders: tied embeddings, shards, damaged files, dtypes, end ids, arguments."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import toy_checkpoints as toy
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer, models
+
+from spec_jax import load_model
+from spec_jax.models.config import from_hf_config, tensor_specs
+
+LLAMA = toy.FAMILIES["llama"]
+
+
+@pytest.fixture
+def tensors():
+    return toy.random_tensors(LLAMA)
+
+
+def write(tmp_path, hf_config, tensors, **options):
+    return str(toy.write_folder(tmp_path / "model", hf_config, tensors, **options))
+
+
+def test_every_tensor_lands_transposed_in_its_place(tmp_path, tensors):
+    model = load_model(write(tmp_path, LLAMA, tensors))
+    np.testing.assert_array_equal(model.params["embedding"], tensors["model.embed_tokens.weight"])
+    np.testing.assert_array_equal(model.params["lm_head"], tensors["lm_head.weight"])
+    np.testing.assert_array_equal(model.params["layer_1"]["k"], tensors["model.layers.1.self_attn.k_proj.weight"].T)
+    assert len(jax.tree.leaves(model.params)) == len(tensors)
+    assert (model.vocab_size, model.max_model_len, model.tokenizer, model.eos_token_ids) == (96, 256, None, (2,))
+    assert model.config is model.module.config and model.config.head_dim == 16
+
+
+@pytest.mark.parametrize("options", [{}, {"shards": 3, "index": True}, {"shards": 3}, {"shards": 1, "index": True}])
+def test_one_file_or_shards_with_or_without_index(options, tmp_path, tensors):
+    model = load_model(write(tmp_path, LLAMA, tensors, **options))
+    for name, spec in tensor_specs(model.config).items():
+        value = model.params
+        for key in spec.path:
+            value = value[key]
+        np.testing.assert_array_equal(value, spec.to_param(tensors[name]))
+
+
+@pytest.mark.parametrize("stored", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_dtypes(stored, dtype, tmp_path, tensors):
+    cast = {name: tensor.astype(stored) for name, tensor in tensors.items()}
+    params = load_model(write(tmp_path, LLAMA, cast), dtype=dtype).params
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(dtype)}
+    expected = cast["model.layers.0.mlp.up_proj.weight"].T.astype(jnp.dtype(dtype))
+    np.testing.assert_array_equal(np.asarray(params["layer_0"]["up"]), expected)
+
+
+def test_parameters_do_not_alias_the_file(tmp_path, tensors):
+    folder = write(tmp_path, LLAMA, tensors)
+    params = load_model(folder).params
+    before = np.array(params["embedding"])
+    with open(f"{folder}/model.safetensors", "r+b") as file:
+        size = len(file.read())
+        file.seek(size // 2)
+        file.write(b"\xff" * (size // 2))
+    np.testing.assert_array_equal(params["embedding"], before)
+
+
+# --- Tied embeddings --------------------------------------------------------------------------------------------------
+
+
+def test_tied_without_head(tmp_path):
+    tied = toy.FAMILIES["llama-tied"]
+    model = load_model(write(tmp_path, tied, toy.random_tensors(tied)))
+    assert "lm_head" not in model.params
+
+
+def test_tied_with_redundant_head_ignores_it(tmp_path, tensors):
+    model = load_model(write(tmp_path, toy.FAMILIES["llama-tied"], tensors))
+    assert "lm_head" not in model.params and model.config.tie_embeddings
+
+
+def test_untied_without_head_is_an_error(tmp_path, tensors):
+    del tensors["lm_head.weight"]
+    with pytest.raises(ValueError, match=r"missing \(1\): lm_head.weight.*tie_word_embeddings"):
+        load_model(write(tmp_path, LLAMA, tensors))
+
+
+# --- Incomplete and damaged checkpoints -------------------------------------------------------------------------------
+
+
+def test_missing_unexpected_and_wrong_shape_are_listed_together(tmp_path, tensors):
+    del tensors["model.layers.0.mlp.up_proj.weight"]
+    tensors["model.layers.0.mlp.upward.weight"] = np.ones((2, 2), np.float32)  # renamed
+    tensors["model.layers.1.self_attn.q_proj.weight"] = np.ones((64, 32), np.float32)
+    with pytest.raises(ValueError) as error:
+        load_model(write(tmp_path, LLAMA, tensors))
+    message = str(error.value)
+    assert "missing (1): model.layers.0.mlp.up_proj.weight" in message
+    assert "unexpected (1): model.layers.0.mlp.upward.weight" in message
+    assert "wrong shape (1): model.layers.1.self_attn.q_proj.weight is [64, 32], not [64, 64]" in message
+
+
+def test_a_long_list_is_cut(tmp_path, tensors):
+    with pytest.raises(ValueError, match=r"missing \(18\).* and 10 more") as error:
+        load_model(write(tmp_path, LLAMA | {"num_hidden_layers": 4}, tensors))
+    assert len(str(error.value)) < 1500
+
+
+def test_harmless_extras_are_ignored(tmp_path, tensors):
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(8, np.float32)
+    load_model(write(tmp_path, LLAMA, tensors))
+
+
+def test_index_naming_a_missing_file(tmp_path, tensors):
+    folder = write(tmp_path, LLAMA, tensors, shards=3, index=True)
+    (tmp_path / "model" / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"missing file.*model-00002-of-00003.safetensors"):
+        load_model(folder)
+
+
+def test_index_key_in_no_shard(tmp_path, tensors):
+    folder = write(tmp_path, LLAMA, tensors, shards=2, index=True)
+    path = tmp_path / "model" / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["model.ghost.weight"] = "model-00001-of-00002.safetensors"
+    path.write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"model.ghost.weight \(in model-00001-of-00002.safetensors\)"):
+        load_model(folder)
+
+
+def test_a_shard_missing_without_index_lists_its_tensors(tmp_path, tensors):
+    folder = write(tmp_path, LLAMA, tensors, shards=3)
+    (tmp_path / "model" / "model-00001-of-00003.safetensors").unlink()
+    with pytest.raises(ValueError, match="missing .*model.embed_tokens.weight"):
+        load_model(folder)
+
+
+def test_truncated_anywhere(tmp_path, tensors):
+    folder = write(tmp_path, LLAMA, tensors)
+    path = tmp_path / "model" / "model.safetensors"
+    whole = path.read_bytes()
+    for size in (0, 5, 100, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        with pytest.raises(ValueError, match=r"model.safetensors is truncated or not a safetensors file"):
+            load_model(folder)
+
+
+def test_integer_weights_are_refused(tmp_path, tensors):
+    tensors["model.norm.weight"] = np.ones(64, np.int8)
+    with pytest.raises(ValueError, match=r"model.norm.weight has the type I8"):
+        load_model(write(tmp_path, LLAMA, tensors))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"model_type": "mamba2"}, r"model_type='mamba2'.*llama, mistral, qwen2, qwen3"),
+        ({"is_encoder_decoder": True}, "encoder-decoder"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ({"hidden_size": None}, "lacks hidden_size"),
+    ],
+)
+def test_configs_that_cannot_be_run(change, message, tmp_path, tensors):
+    with pytest.raises(ValueError, match=message):
+        load_model(write(tmp_path, LLAMA | change, tensors))
+
+
+def test_folders_that_are_no_checkpoint(tmp_path, tensors):
+    with pytest.raises(ValueError, match="no config.json"):
+        load_model(str(tmp_path))
+    folder = write(tmp_path, LLAMA, tensors)
+    (tmp_path / "model" / "model.safetensors").rename(tmp_path / "model" / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"no \*.safetensors file \(only pytorch_model.bin"):
+        load_model(folder)
+    (tmp_path / "model" / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="config.json is not valid JSON"):
+        load_model(folder)
+
+
+def test_duplicate_tensor_across_files(tmp_path, tensors):
+    folder = write(tmp_path, LLAMA, tensors, shards=2)
+    extra = {"model.norm.weight": np.ones(64, np.float32), "lm_head.weight": tensors["lm_head.weight"]}
+    save_file(extra, str(tmp_path / "model" / "model-extra.safetensors"))
+    with pytest.raises(ValueError, match="model.norm.weight is in more than one file"):
+        load_model(folder)
+
+
+# --- Arguments and end ids --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"dtype": "float16"}, "dtype='float16'.*float32, bfloat16"),
+        ({"max_model_len": 0}, "max_model_len=0"),
+        ({"max_model_len": True}, "max_model_len=True"),
+        ({"max_model_len": 257}, "max_model_len=257 exceeds max_position_embeddings=256"),
+        ({"mesh": object()}, "mesh"),
+    ],
+)
+def test_bad_arguments(arguments, message, tmp_path, tensors):
+    with pytest.raises(ValueError, match=message):
+        load_model(write(tmp_path, LLAMA, tensors), **arguments)
+
+
+def test_max_model_len(tmp_path, tensors):
+    assert load_model(write(tmp_path, LLAMA, tensors), max_model_len=100).max_model_len == 100
+
+
+def test_end_ids_of_config_and_generation_config_are_joined(tmp_path, tensors):
+    folder = write(tmp_path, LLAMA | {"eos_token_id": [2, 5]}, tensors)
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))
+    assert load_model(folder).eos_token_ids == (2, 5, 7)
+
+
+def test_end_ids_of_the_tokenizer_join_and_its_size_bounds_the_vocabulary(tmp_path, tensors):
+    folder = write(tmp_path, LLAMA, tensors)
+    words = {f"w{i}": i for i in range(90)}
+    backend = Tokenizer(models.WordLevel(words | {"<|endoftext|>": 90}, unk_token="w0"))
+    backend.add_special_tokens(["<|endoftext|>"])
+    backend.save(f"{folder}/tokenizer.json")
+    (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps({"eos_token": "w3"}))
+    model = load_model(folder)
+    assert model.eos_token_ids == (2, 3, 90)
+    assert (model.vocab_size, model.config.vocab_size) == (91, 96)
+
+
+def test_end_ids_outside_the_vocabulary_are_ignored_with_a_warning(tmp_path, tensors):
+    folder = write(tmp_path, LLAMA | {"eos_token_id": [2, 96]}, tensors)
+    with pytest.warns(UserWarning, match=r"\[96\]"):
+        assert load_model(folder).eos_token_ids == (2,)
+
+
+def test_config_of_transformers_5_equals_that_of_4():
+    new = {key: value for key, value in LLAMA.items() if key != "rope_theta"}
+    new["rope_parameters"] = {"rope_type": "default", "rope_theta": LLAMA["rope_theta"]}
+    assert from_hf_config(new) == from_hf_config(LLAMA)

@@ -1,0 +1,178 @@
+"""Tiny models and drafters whose accept patterns can be chosen: random drafters accept nothing and test nothing.
+
+TINY: a random Llama with clear top-2 gaps. MARKOV: logits depend on the last token only, in closed form. SCRIPT proposes
+the true continuation with chosen positions corrupted; ORACLE accepts everything, ANTI nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spec_jax.drafting.base import BaseDrafter, Draft
+from spec_jax.generation import generate
+from spec_jax.models.config import LlamaConfig
+from spec_jax.models.llama import Llama, init_params
+from spec_jax.models.model import Model
+from spec_jax.models.rope import inverse_frequencies
+
+
+@functools.lru_cache
+def tiny(
+    seed=0, layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, vocab=97, context=256, usable=None, dtype="float32", **config
+):
+    """A random model; the head is scaled so that most top-2 gaps are far above float32 rounding."""
+    config = LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=context,
+        **config,
+    )
+    module = Llama(config, dtype)
+    params = init_params(module, seed)
+    if "lm_head" in params:
+        params["lm_head"] = params["lm_head"] * 6
+    return model_of(module, params, usable=usable, name=f"tiny-{seed}")
+
+
+def model_of(module, params, usable=None, name="toy", tokenizer=None, eos=()):
+    """Wraps a module and parameters as a `Model`."""
+    return Model(
+        module=module,
+        params=params,
+        tokenizer=tokenizer,
+        eos_token_ids=tuple(eos),
+        name=name,
+        max_model_len=module.config.max_position_embeddings,
+        vocab_size=usable or module.config.vocab_size,
+    )
+
+
+def markov(table: np.ndarray, context: int = 64, pad_vocab: int = 0) -> Model:
+    """A transformer whose next-token law is exactly `table[last token]` (rows sum to 1; zeros become about e^-60)."""
+    vocab = table.shape[0]
+    rows = vocab + pad_vocab
+    width = max(8, rows)
+    config = LlamaConfig(rows, width, width, 1, 2, 1, 4, context)
+    module = Llama(config)
+    params = jax.tree.map(np.array, init_params(module))
+    params["embedding"][:] = np.eye(rows, width)
+    params["layer_0"]["o"][:] = 0
+    params["layer_0"]["down"][:] = 0
+    params["lm_head"][:] = 0
+    if pad_vocab:
+        params["lm_head"][vocab:, :] = 50.0  # padded rows hold large values on purpose
+    params["lm_head"][:vocab, :vocab] = (np.log(np.maximum(table, 1e-26)) / np.sqrt(width)).T
+    return model_of(module, jax.tree.map(jnp.asarray, params), usable=vocab, name="markov")
+
+
+def random_table(vocab: int, seed: int, concentration: float = 0.7) -> np.ndarray:
+    """A random row-stochastic table [vocab, vocab]."""
+    return np.random.default_rng(seed).dirichlet(np.ones(vocab) * concentration, size=vocab)
+
+
+@dataclasses.dataclass(frozen=True)
+class ScriptDrafter(BaseDrafter):
+    """Proposes what its params say comes next: {"text": int32 [batch, positions], "count": int32 [batch, positions]}.
+
+    The token proposed for position p is text[:, p]; count[:, p] limits a proposal that starts at position p.
+    """
+
+    num_nodes: int
+
+    def propose(self, params, state, view):
+        at = view.length[:, None] + jnp.arange(self.num_nodes)
+        at = jnp.minimum(at, params["text"].shape[1] - 1)
+        tokens = jnp.take_along_axis(params["text"], at, axis=1)
+        count = jnp.take_along_axis(params["count"], view.length[:, None], axis=1)[:, 0]
+        return Draft(tokens, jnp.minimum(count, self.num_nodes)), state
+
+
+def script(texts: list[list[int]], k: int, wrong=(), vocab: int = 97, counts=None, size: int = 300):
+    """A (drafter, params) pair that proposes `texts` (prompt and continuation per row), corrupted where `wrong` says.
+
+    Args:
+      wrong: positions at which the proposal is off by one (of every row), a list of such lists per row, or "all".
+      counts: {position: count} limits of proposals that start there.
+    """
+    text = np.zeros((len(texts), size), np.int32)
+    for row, ids in enumerate(texts):
+        text[row, : len(ids)] = ids
+        text[row, len(ids) :] = 1
+        positions = range(size) if wrong == "all" else wrong[row] if wrong and isinstance(wrong[0], (list, tuple)) else wrong
+        for p in positions:
+            text[row, p] = (text[row, p] + 1) % vocab
+    count = np.full((len(texts), size), k, np.int32)
+    for position, limit in (counts or {}).items():
+        count[:, position] = limit
+    return ScriptDrafter(k), {"text": jnp.asarray(text), "count": jnp.asarray(count)}
+
+
+def plain(model, prompts, sampling=None, **options):
+    """Token ids of plain decoding."""
+    return [s.token_ids for s in generate(model, prompts, None, sampling, **options).sequences]
+
+
+def prompts_of(model, lengths, seed=0):
+    """Random prompts of the given lengths."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, model.vocab_size, n).tolist() for n in lengths]
+
+
+# --- an independent reference: NumPy, float64, no cache -------------------------------------------------------------
+
+
+def numpy_logits(model: Model, tokens: list[int]) -> np.ndarray:
+    """float64 logits [len(tokens), vocab] of one sequence, recomputed from scratch with full attention."""
+    c, p = model.config, jax.tree.map(lambda x: np.asarray(x, np.float64), model.params)
+    count = len(tokens)
+    x = p["embedding"][tokens]
+    frequencies, factor = inverse_frequencies(c.rope, c.head_dim)
+    angle = np.outer(np.arange(count), frequencies)[:, None, :]
+
+    def norm(x, w):
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + c.rms_norm_eps) * w
+
+    def rotate(x):
+        a, b = np.split(x, 2, axis=-1)
+        cos, sin = np.cos(angle) * factor, np.sin(angle) * factor
+        return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+    for i in range(c.num_layers):
+        w = p[f"layer_{i}"]
+        h = norm(x, w["attention_norm"])
+        q, k, v = ((h @ w[n] + w.get(f"{n}_bias", 0)).reshape(count, -1, c.head_dim) for n in "qkv")
+        if c.qk_norm:
+            q, k = norm(q, w["q_norm"]), norm(k, w["k_norm"])
+        q, k = rotate(q), rotate(k)
+        k, v = (np.repeat(t, c.query_group, axis=1) for t in (k, v))
+        scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(c.head_dim)
+        scores = np.where(np.tril(np.ones((count, count), bool)), scores, -np.inf)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        out = np.einsum("hqk,khd->qhd", weights, v).reshape(count, -1)
+        x = x + out @ w["o"] + w.get("o_bias", 0)
+        h = norm(x, w["mlp_norm"])
+        gate = h @ w["gate"] + w.get("gate_bias", 0)
+        x = x + (gate / (1 + np.exp(-gate)) * (h @ w["up"] + w.get("up_bias", 0))) @ w["down"] + w.get("down_bias", 0)
+    head = p["embedding"] if c.tie_embeddings else p["lm_head"]
+    return norm(x, p["final_norm"]) @ head.T
+
+
+def numpy_greedy(model: Model, prompt: list[int], count: int, stop: tuple[int, ...] = ()) -> list[int]:
+    """Greedy decoding that re-runs the full sequence for every token."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(numpy_logits(model, tokens)[-1, : model.vocab_size].argmax()))
+        if tokens[-1] in stop:
+            break
+    return tokens[len(prompt) :]
