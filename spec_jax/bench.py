@@ -22,6 +22,7 @@ from spec_jax.prompts import Prompt, builtin_prompts, limit_per_category, model_
 from spec_jax.scalars import ScalarWriter
 
 METHODS = ("ngram", "layer_skip", "draft_model")
+DEFAULT_METHODS = ("ngram", "layer_skip:2")
 ALL = "all"
 NGRAM = 8
 Progress = Callable[[int, int, str], None]
@@ -73,7 +74,7 @@ class Tally:
 def run_bench(
     target: Any,
     *,
-    methods: Sequence[str] = ("ngram", "layer_skip"),
+    methods: Sequence[str] = DEFAULT_METHODS,
     draft_model: Any = None,
     prompts: Sequence[Prompt] | None = None,
     max_prompts: int | None = None,
@@ -222,6 +223,7 @@ class _Measurements:
         self.repeats = repeats
         self.categories = list(dict.fromkeys(prompt.category for prompt in prompts))
         self.levels: dict[Run, str] = {}
+        self.seconds = {"compile": 0.0, "prefill": 0.0, "decode": 0.0}
         self.tallies: dict[tuple[Run, str, int], Tally] = {}
         self.outputs: dict[tuple[Run, int], list[list[int]]] = {}
 
@@ -240,6 +242,8 @@ class _Measurements:
         for category in (self.prompts[group[0]].category, ALL):
             key = run, category, repeat
             self.tallies[key] = self.tallies.get(key, Tally()) + counted
+        for part in self.seconds:
+            self.seconds[part] += getattr(stats, f"{part}_seconds")
         # E0, E1, E2 sort as they rank: the weakest level of any call is the one that held for the run.
         self.levels[run] = min(self.levels.get(run, result.exactness), result.exactness)
         for index, ids in zip(group, emitted, strict=True):
@@ -256,7 +260,7 @@ class _Measurements:
         for run in (run for run in self.runs if not run.is_plain):
             for category in [*self.categories, ALL]:
                 rows.append(self._row(run, category))
-        return {"plain": plain, "rows": rows}
+        return {"plain": plain, "rows": rows, "seconds": self.seconds}
 
     def scalars(self, repeat: int) -> dict[str, float | None]:
         """TensorBoard tags and values of one repeat."""

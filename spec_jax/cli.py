@@ -112,7 +112,7 @@ def _add_bench(commands: Any) -> None:
     _add_model_options(parser)
     parser.add_argument(
         "--methods",
-        help="comma-separated name or name:K (default: ngram,layer_skip, and draft_model where --draft-model is given)",
+        help="comma-separated name or name:K (default: ngram,layer_skip:2, draft_model if --draft-model is given)",
     )
     parser.add_argument("--draft-model", metavar="NAME", help="the drafter of the method draft_model")
     parser.add_argument("--prompts", metavar="FILE.jsonl", help="MT-bench `turns` (the first is used) or `messages`")
@@ -298,14 +298,18 @@ def _bench(arguments: argparse.Namespace) -> int:
         _print_json(report)
     else:
         _console(stderr=False).print(bench.table(report))
+        spent = ", ".join(f"{part} {seconds:.0f} s" for part, seconds in report["seconds"].items())
+        print(f"time of all runs together: {spent}", file=sys.stderr)
         if prompts is None and arguments.max_prompts:
             print("All built-in prompts: spec-jax bench --max-prompts 0 --max-tokens 128 --repeats 3", file=sys.stderr)
     return 0
 
 
 def _bench_methods(listed: str | None, draft_model: str | None) -> list[str]:
+    from spec_jax.bench import DEFAULT_METHODS
+
     if listed is None:
-        return ["ngram", "layer_skip"] + ["draft_model"] * (draft_model is not None)
+        return [*DEFAULT_METHODS] + ["draft_model"] * (draft_model is not None)
     methods = [name.strip() for name in listed.split(",") if name.strip()]
     if draft_model is not None and not any(name.startswith("draft_model") for name in methods):
         raise ValueError(f"--draft-model {draft_model!r} is used by none of --methods {listed}; add draft_model")

@@ -16,6 +16,8 @@ RULES = ("coupled", "standard")
 WIDTHS = (4, 8, 16, 32, 64, 128)
 DEFAULT_TOKENS = {"none": 0, "ngram": 5, "draft_model": 4, "layer_skip": 4}
 MAX_SEED = 2**64 - 1
+MAX_TEMPERATURE = 1e30
+"""Logits divided by a temperature beyond it, or below its inverse, overflow float32."""
 
 
 def nearest(name: str, allowed: Sequence[str]) -> str:
@@ -86,8 +88,9 @@ class SamplingParams:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not allowed; it must be {allowed}")
 
         check(_is_int(self.n) and self.n >= 1, "n", "an integer of at least 1")
-        finite = _is_number(self.temperature) and self.temperature < float("inf")
-        check(finite and self.temperature >= 0, "temperature", "a finite number of at least 0 (0 is greedy)")
+        t = self.temperature
+        allowed = f"0 (greedy) or between {1 / MAX_TEMPERATURE:g} and {MAX_TEMPERATURE:g}"
+        check(_is_number(t) and (t == 0 or 1 / MAX_TEMPERATURE <= t <= MAX_TEMPERATURE), "temperature", allowed)
         check(_is_int(self.top_k) and self.top_k >= -1, "top_k", "an integer: 0 or -1 for all, else at least 1")
         check(_is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", "in (0, 1]; 1 keeps all")
         check(_is_number(self.min_p) and 0 <= self.min_p <= 1, "min_p", "in [0, 1]; 0 keeps all")

@@ -264,7 +264,9 @@ class Decoder:
         # Verification always adds one token of its own, so a row with room for r tokens can use r - 1 drafts.
         real = self._acceptable(draft)
         count = jnp.where(state.live, jnp.clip(draft.count, 0, jnp.minimum(real, jnp.maximum(room - 1, 0))), 0)
-        if draft.parents is not None or self.drafter.parents is not None:
+        if self.drafter.dynamic_tree != (draft.parents is not None):
+            raise ValueError(f"{self.drafter!r} must return draft parents exactly when its dynamic_tree is True")
+        if self.drafter.dynamic_tree or self.drafter.parents is not None:
             # In a tree the room bounds the depth, not the number of nodes; a run is cut when it is committed.
             count = jnp.where(state.live & (room > 1), jnp.clip(draft.count, 0, real), 0)
         # A proposal outside the vocabulary must neither be fed (JAX would clamp it) nor accepted.

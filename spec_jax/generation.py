@@ -25,6 +25,8 @@ from spec_jax.sampling import SamplingState
 
 REASONS = {STOP: "stop", LENGTH: "length", CONTEXT: "context"}
 MAX_BATCH = 64
+MIN_BLOCKS = 4
+MAX_INT = np.iinfo(np.int32).max
 
 
 def generate(
@@ -88,7 +90,7 @@ def generate(
     stats = total([s.stats for s in sequences] + [Stats(
         compile_seconds=compile_seconds, prefill_seconds=prefill_seconds, decode_seconds=decode_seconds
     )])  # fmt: skip
-    level = level_of(rows, exact, tree=built[0].parents is not None)
+    level = level_of(rows, exact, tree=built[0].parents is not None or built[0].dynamic_tree)
     return GenerateResult(sequences=sequences, exactness=level, verify_width=width, stats=stats)
 
 
@@ -232,7 +234,7 @@ def _batch_size(target: Any, active: list[_Request], asked: int | None) -> int:
     c = target.config
     longest = max((min(len(r.prompt) + r.params.max_tokens, target.max_model_len) for r in active), default=1)
     slot_bytes = 2 * c.num_layers * c.num_kv_heads * c.head_dim * jnp.dtype(target.module.dtype).itemsize
-    fits = int(_free_bytes() // 2 // (slot_bytes * kv.round_up(longest, kv.BLOCK)))
+    fits = int(_free_bytes() // 2 // (slot_bytes * capacity_for(longest, 8)))
     return max(min(fits, len(active), MAX_BATCH), 1)
 
 
@@ -250,9 +252,9 @@ def _decoder(target, drafter, width, rule, rows, prefill_chunk=None) -> Decoder:
 
 
 def capacity_for(longest: int, width: int) -> int:
-    """Slots for rows of up to `longest` tokens and a flight of `width` rows: a power of two of KV blocks, so that
-    prompts of many lengths share one program."""
-    blocks = -(-(longest + width) // kv.BLOCK)
+    """Slots for rows of up to `longest` tokens and a flight of `width` rows: a power of two of KV blocks, at least four,
+    so that prompts of many lengths share one program. Attention reads no block beyond the longest row."""
+    blocks = max(-(-(longest + width) // kv.BLOCK), MIN_BLOCKS)
     return kv.BLOCK * (1 << (blocks - 1).bit_length())
 
 
@@ -268,7 +270,7 @@ def sampling_state(requests: Sequence[_Request], batch: int) -> SamplingState:
     keys = np.stack([seed_key(r.seed) for r in requests] + [seed_key(0)] * fill)
     return SamplingState(
         temperature=jnp.asarray([p.temperature for p in params] + [0.0] * fill, jnp.float32),
-        top_k=jnp.asarray([max(p.top_k, 0) for p in params] + [0] * fill, jnp.int32),
+        top_k=jnp.asarray([min(max(p.top_k, 0), MAX_INT) for p in params] + [0] * fill, jnp.int32),
         top_p=jnp.asarray([p.top_p for p in params] + [1.0] * fill, jnp.float32),
         min_p=jnp.asarray([p.min_p for p in params] + [0.0] * fill, jnp.float32),
         key=jax.random.wrap_key_data(jnp.asarray(keys), impl="threefry2x32"),
@@ -296,7 +298,7 @@ def _decode_batch(target, decoder, drafter_params, group, batch):
     start = time.perf_counter()
     state = jax.block_until_ready(init(*arguments))
     prefill = time.perf_counter() - start
-    max_steps = jnp.int32(np.iinfo(np.int32).max)
+    max_steps = jnp.int32(MAX_INT)
     run, run_compile = compiled(decoder, "run", target.params, drafter_params, state, max_steps)
     start = time.perf_counter()
     state = jax.block_until_ready(run(target.params, drafter_params, state, max_steps))

@@ -94,6 +94,7 @@ def process(logits: jax.Array, temperature, top_k, top_p, min_p, vocab_size: int
         order, mass = _ordered(x), jnp.exp(x - peak)
         goal = top_p * mass.sum()
         threshold = _largest_threshold(lambda t: jnp.where(order >= t, mass, 0.0).sum() >= goal)
+        threshold = jnp.minimum(threshold, order.max())  # a goal that underflows to 0 would cut everything
         return jnp.where(order >= threshold, x, -jnp.inf)
 
     scaled = lax.cond(top_k > 0, keep_top_k, lambda x: x, scaled)

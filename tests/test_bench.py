@@ -35,7 +35,7 @@ def row(report, method, category):
 
 def test_report_has_every_method_and_category(core):
     report = run(core, methods=["ngram:5", "layer_skip:3"])
-    assert set(report) == {"model", "device", "versions", "plain", "rows"}
+    assert set(report) == {"model", "device", "versions", "plain", "rows", "seconds"}
     assert list(report["plain"]) == ["chat", "maths", "all"]
     assert [(row["method"], row["category"]) for row in report["rows"]] == [
         (method, category) for method in ("ngram", "layer_skip") for category in ("chat", "maths", "all")
@@ -54,6 +54,7 @@ def test_report_has_every_method_and_category(core):
         "near_ties",
         "repeated_8gram_share",
     }
+    assert report["seconds"]["compile"] == len(core.calls)
     json.dumps(report, allow_nan=False)
 
 

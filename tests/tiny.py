@@ -13,12 +13,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spec_jax.drafting.base import BaseDrafter, Draft
-from spec_jax.generation import generate
+from spec_jax.compilation import compiled
+from spec_jax.decode import CONTEXT, LENGTH, Decoder
+from spec_jax.drafting.base import BaseDrafter, Draft, NoDrafter
+from spec_jax.exactness import row_blocks
+from spec_jax.generation import capacity_for, generate
 from spec_jax.models.config import LlamaConfig
 from spec_jax.models.llama import Llama, init_params
 from spec_jax.models.model import Model
 from spec_jax.models.rope import inverse_frequencies
+from spec_jax.sampling import SamplingState
 
 
 @functools.lru_cache
@@ -38,10 +42,29 @@ def tiny(
         **config,
     )
     module = Llama(config, dtype)
-    params = init_params(module, seed)
+    params = _random_params(module, seed)
     if "lm_head" in params:
         params["lm_head"] = params["lm_head"] * 6
     return model_of(module, params, usable=usable, name=f"tiny-{seed}")
+
+
+@functools.lru_cache
+def _first_params(module):
+    return init_params(module, 0)
+
+
+def _random_params(module, seed):
+    """Random parameters; every seed but 0 is drawn without compiling anything."""
+    if seed == 0:
+        return dict(_first_params(module))
+    rng = np.random.default_rng(seed)
+
+    def draw(path, leaf):
+        if path[-1].key.endswith(("norm", "bias")):
+            return leaf
+        return jnp.asarray(rng.standard_normal(leaf.shape) * float(jnp.std(leaf.astype(jnp.float32))), leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(draw, _first_params(module))
 
 
 def model_of(module, params, usable=None, name="toy", tokenizer=None, eos=()):
@@ -120,6 +143,74 @@ def script(texts: list[list[int]], k: int, wrong=(), vocab: int = 97, counts=Non
 def plain(model, prompts, sampling=None, **options):
     """Token ids of plain decoding."""
     return [s.token_ids for s in generate(model, prompts, None, sampling, **options).sequences]
+
+
+def perturbed(model: Model, scale: float, seed: int = 9) -> Model:
+    """The model with noise of relative size `scale` on its weights: as a draft model it is right now and then."""
+    rng = np.random.default_rng(seed)
+
+    def shake(x):
+        return jnp.asarray(np.asarray(x) * (1 + scale * rng.standard_normal(x.shape)), x.dtype)
+
+    return dataclasses.replace(model, params=jax.tree.map(shake, model.params), name=f"{model.name}-perturbed")
+
+
+def truncated(model: Model, layers: tuple[int, ...]) -> Model:
+    """The model with these layers only, renumbered."""
+    config = dataclasses.replace(model.config, num_layers=len(layers))
+    params = {k: v for k, v in model.params.items() if not k.startswith("layer_")}
+    params |= {f"layer_{new}": model.params[f"layer_{old}"] for new, old in enumerate(layers)}
+    return model_of(dataclasses.replace(model.module, config=config), params, usable=model.vocab_size, name="truncated")
+
+
+# --- the compiled loop, step by step ----------------------------------------------------------------------------------
+
+
+def decoder_of(model: Model, drafter, batch: int, width: int = 8, rule: str = "coupled") -> Decoder:
+    """The decoder that `generate` would use, so that both share their compiled programs."""
+    rows = row_blocks(None, batch, width)
+    return Decoder(model.module, drafter, model.vocab_size, width, rule, rows, rows.block)
+
+
+def greedy_state(batch: int) -> SamplingState:
+    """Greedy rows without stop ids."""
+    return SamplingState(
+        temperature=jnp.zeros(batch, jnp.float32),
+        top_k=jnp.zeros(batch, jnp.int32),
+        top_p=jnp.ones(batch, jnp.float32),
+        min_p=jnp.zeros(batch, jnp.float32),
+        key=jax.random.wrap_key_data(jnp.zeros((batch, 2), jnp.uint32), impl="threefry2x32"),
+        stop_ids=jnp.full((batch, 4), -1, jnp.int32),
+    )
+
+
+def start(decoder: Decoder, model: Model, drafter_params, prompts, budget: int):
+    """The state in front of the first step of a greedy run of `prompts`, `budget` tokens each."""
+    lengths = np.array([len(p) for p in prompts], np.int32)
+    limit = np.minimum(lengths + budget, model.max_model_len).astype(np.int32)
+    reason = np.where(lengths + budget > model.max_model_len, CONTEXT, LENGTH).astype(np.int32)
+    tokens = np.zeros((len(prompts), capacity_for(int(limit.max()), decoder.width)), np.int32)
+    for row, prompt in enumerate(prompts):
+        tokens[row, : len(prompt)] = prompt
+    arrays = map(jnp.asarray, (tokens, lengths, limit, reason))
+    arguments = (model.params, drafter_params, *arrays, greedy_state(len(prompts)))
+    return compiled(decoder, "init", *arguments)[0](*arguments)
+
+
+def advance(decoder: Decoder, model: Model, drafter_params, state, steps: int = 2**31 - 1):
+    """The state after at most `steps` more steps. Donates `state`."""
+    arguments = (model.params, drafter_params, state, jnp.int32(steps))
+    return compiled(decoder, "run", *arguments)[0](*arguments)
+
+
+def plain_drafter() -> NoDrafter:
+    return NoDrafter()
+
+
+def assert_same_cache(ours, theirs, row: int, count: int):
+    """The first `count` slots of one row hold the same bits in both caches, in every layer."""
+    for a, b in zip((*ours.k, *ours.v), (*theirs.k, *theirs.v), strict=True):
+        np.testing.assert_array_equal(np.asarray(a)[row, :, :count], np.asarray(b)[row, :, :count])
 
 
 def prompts_of(model, lengths, seed=0):

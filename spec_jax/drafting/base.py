@@ -57,7 +57,7 @@ class Draft:
       tokens: int32 [batch, nodes].
       count: int32 [batch], the leading nodes that are real proposals; the rest is padding.
       q: None where every node was chosen deterministically, else the laws they were drawn from.
-      parents: int32 [nodes] or [batch, nodes] for a tree made at run time; None: the drafter's static `parents`.
+      parents: int32 [nodes] or [batch, nodes] of a `dynamic_tree` drafter; None: the drafter's static `parents`.
       auxiliary: bool [nodes], rows that ride along in the forward pass and are never accepted; they follow the others.
       target_cache: the target's cache, where the drafter wrote to it beyond `length`; verification writes it again.
     """
@@ -144,11 +144,13 @@ class Drafter(Protocol):
     Attributes:
       num_nodes: draft nodes per step, auxiliary ones included; 0 drafts nothing.
       parents: parents of the nodes, -1 for children of the last committed token; None: a chain.
+      dynamic_tree: whether `propose` returns parents of its own.
       needs: what `commit` wants from the target.
     """
 
     num_nodes: int
     parents: tuple[int, ...] | None
+    dynamic_tree: bool
     needs: Needs
 
     def init(self, params: Any, target: TargetView, batch: int, capacity: int) -> Any:
@@ -165,6 +167,7 @@ class BaseDrafter:
     """Defaults for drafters that need less than the whole protocol: a chain, no needs, no state."""
 
     parents: tuple[int, ...] | None = None
+    dynamic_tree: bool = False
     needs: Needs = Needs()
 
     def init(self, params, target, batch, capacity):

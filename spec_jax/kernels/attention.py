@@ -69,7 +69,8 @@ def attention(
       k, v: [batch, kv_heads, capacity, head_dim], in-flight rows written from slot `start` on.
       start: int32 [batch], committed slots.
       ancestors: uint32 [batch or 1, width, words], see `pack_ancestors`.
-      tile_rows: at most this many query rows (tokens times query group) enter one product; None: all of them.
+      tile_rows: run in tiles of this many query rows (tokens times query group), one sequence at a time, so that bits
+        depend neither on the width nor on the batch. None: all rows at once.
 
     Returns:
       [batch, width, heads, head_dim] in q's dtype.
@@ -80,30 +81,32 @@ def attention(
         raise ValueError(f"heads={heads} must be a multiple of kv_heads={kv_heads}")
     if k.shape[2] % BLOCK:
         raise ValueError(f"the cache capacity {k.shape[2]} must be a multiple of {BLOCK}")
-    group = heads // kv_heads
+    ancestors = jnp.broadcast_to(ancestors, (batch, *ancestors.shape[1:]))
     if tile_rows is None:
-        return _attention_tile(q, k, v, start, ancestors, width)
-    # Always whole tiles: XLA's products of one row, and its softmax sums of few rows, round differently from those of
-    # many, so a narrow flight is padded rather than run at its own row count.
-    tile = max(tile_rows // group, 1)
+        return _attend(q, k, v, start, ancestors, width)
+    # Always whole tiles of one sequence, one after another: XLA's products of one row, its softmax sums of few rows and
+    # its products without a batch all round differently from the rest, so every flight of every batch runs the very
+    # same body.
+    tile = max(tile_rows * kv_heads // heads, 1)
     padded = round_up(width, tile)
-    ancestors = jnp.broadcast_to(ancestors, (ancestors.shape[0], width, ancestors.shape[2]))
     q = jnp.pad(q, ((0, 0), (0, padded - width), (0, 0), (0, 0)))
-    # A padding row sees what row 0 of the ancestors sees: committed slots at the least, so its softmax is finite.
+    # A padding row sees what the last row sees: committed slots at the least, so its softmax is finite.
     ancestors = jnp.pad(ancestors, ((0, 0), (0, padded - width), (0, 0)), mode="edge")
-    if padded == tile:
-        out = _attention_tile(q, k, v, start, ancestors, width)
-    else:
-        tiles = padded // tile
-        split_q = jnp.moveaxis(q.reshape(batch, tiles, tile, heads, head_dim), 1, 0)
-        split_a = jnp.moveaxis(ancestors.reshape(ancestors.shape[0], tiles, tile, -1), 1, 0)
-        out = lax.map(lambda qa: _attention_tile(qa[0], k, v, start, qa[1], width), (split_q, split_a))
-        out = jnp.moveaxis(out, 0, 1).reshape(batch, padded, heads, head_dim)
-    return out[:, :width]
+    tiles = padded // tile
+    split = (
+        jnp.repeat(jnp.arange(batch), tiles),
+        q.reshape(batch * tiles, 1, tile, heads, head_dim),
+        ancestors.reshape(batch * tiles, 1, tile, -1),
+    )
+    out = lax.map(lambda x: _attend(x[1], k, v, start[x[0]][None], x[2], width, x[0]), split)
+    return out.reshape(batch, padded, heads, head_dim)[:, :width]
 
 
-def _attention_tile(q, k, v, start, ancestors, in_flight):
-    """`attention` for the query rows of one tile, of `in_flight` rows that stand behind `start`."""
+def _attend(q, k, v, start, ancestors, in_flight, sequence=None):
+    """`attention` of query rows that share one product per KV head; `in_flight` rows stand behind `start`.
+
+    `sequence` picks one row of the cache for a batch of one; None: q's batch is the cache's.
+    """
     batch, width, heads, head_dim = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
@@ -112,17 +115,19 @@ def _attention_tile(q, k, v, start, ancestors, in_flight):
     packed = q.reshape(batch, width, kv_heads, group, head_dim).transpose(0, 2, 1, 3, 4)
     packed = packed.reshape(batch, kv_heads, rows, head_dim)
     scale = head_dim**-0.5
+    origin = jnp.int32(0) if sequence is None else sequence
 
     def block(index, carry):
         peak, total, weighted = carry
         first = index * BLOCK
-        k_block = lax.dynamic_slice_in_dim(k, first, BLOCK, axis=2)
-        v_block = lax.dynamic_slice_in_dim(v, first, BLOCK, axis=2)
+        slots = first + jnp.arange(BLOCK)
+        place, size = (origin, jnp.int32(0), first, jnp.int32(0)), (batch, kv_heads, BLOCK, head_dim)
+        k_block, v_block = lax.dynamic_slice(k, place, size), lax.dynamic_slice(v, place, size)
         # A zero weight does not silence a NaN left in a slot that nobody has written yet.
-        written = first + jnp.arange(BLOCK) < start[:, None] + in_flight
+        written = slots < start[:, None] + in_flight
         v_block = jnp.where(written[:, None, :, None], v_block, 0)
         scores = jnp.einsum("bkrh,bksh->bkrs", packed, k_block, preferred_element_type=jnp.float32) * scale
-        seen = visible(ancestors, start, first + jnp.arange(BLOCK))  # [b, w, s]
+        seen = visible(ancestors, start, slots)  # [b, w, s]
         seen = jnp.broadcast_to(seen[:, None, :, None], (batch, 1, width, group, BLOCK)).reshape(batch, 1, rows, BLOCK)
         scores = jnp.where(seen, scores, MASKED)
         new_peak = jnp.maximum(peak, scores.max(axis=-1))

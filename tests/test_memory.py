@@ -1,0 +1,61 @@
+"""The compiled loop holds one copy of the cache: its temporaries are small and its HLO copies no cache-shaped array."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from tiny import script, tiny
+
+from spec_jax.config import parse_speculative_config
+from spec_jax.drafting.base import NoDrafter
+from spec_jax.drafting.registry import build_drafter
+from spec_jax.exactness import row_blocks
+from spec_jax.generation import make_decoder, sampling_state
+
+CAPACITY, BATCH = 4096, 2
+
+
+def compile_run(drafter, params, exact=True, donate=True):
+    """The compiled `run` of a decoder and the bytes of the target's cache."""
+    model = tiny(context=CAPACITY, layers=1)
+    init, run = make_decoder(model, drafter, batch=BATCH, exact=exact)
+    tokens = jax.ShapeDtypeStruct((BATCH, CAPACITY), jnp.int32)
+    row = jax.ShapeDtypeStruct((BATCH,), jnp.int32)
+    state = jax.eval_shape(init, model.params, params, tokens, row, row, row, sampling_state([], BATCH))
+    jitted = jax.jit(run, donate_argnums=(2,) if donate else ())
+    compiled = jitted.lower(model.params, params, state, jnp.int32(100)).compile()
+    one = state.cache.k[0]
+    return compiled, one, 2 * one.size * one.dtype.itemsize
+
+
+def cache_copies(compiled, slots):
+    """Instructions of the loop that make a whole new array of the cache's shape by copying."""
+    shape = ",".join(map(str, slots.shape))
+    loop = [line for line in compiled.as_text().splitlines() if re.search(rf"= f32\[{shape}\]\S* (copy|concatenate)\(", line)]
+    return loop
+
+
+def drafters():
+    model = tiny(context=CAPACITY, layers=1)
+    rows = row_blocks(True, BATCH, 8)
+    yield "none", NoDrafter(), ()
+    yield "script", *script([[1]] * BATCH, 3)
+    for config in ({"method": "ngram"}, {"method": "layer_skip"}, {"method": "draft_model", "model": model}):
+        yield config["method"], *build_drafter(parse_speculative_config(config), model, rows)
+
+
+@pytest.mark.parametrize("name, drafter, params", list(drafters()), ids=lambda x: x if isinstance(x, str) else "")
+def test_the_loop_holds_one_copy_of_the_cache(name, drafter, params):
+    compiled, slots, cache_bytes = compile_run(drafter, params)
+    memory = compiled.memory_analysis()
+    assert memory.temp_size_in_bytes < cache_bytes / 2
+    assert memory.alias_size_in_bytes >= cache_bytes  # the donated state is updated in place
+    assert cache_copies(compiled, slots) == []
+
+
+def test_power_a_state_that_is_not_donated_is_copied():
+    compiled, slots, cache_bytes = compile_run(NoDrafter(), (), donate=False)
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes == 0
+    assert cache_copies(compiled, slots) or memory.output_size_in_bytes >= cache_bytes

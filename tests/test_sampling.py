@@ -1,0 +1,85 @@
+"""Processors against NumPy, ties at every cut, padded vocabularies, and noise that depends on seed and position only."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spec_jax.sampling import ACCEPT, DRAFT, TARGET, gumbel, process
+
+VOCAB = 50
+
+
+def numpy_process(logits, temperature, top_k, top_p, min_p):
+    """The same filters by sorting, for rows without ties."""
+    x = logits.astype(np.float64) / temperature
+    x = np.where(x >= x.max() + np.log(min_p) if min_p > 0 else True, x, -np.inf)
+    if top_k > 0:
+        x = np.where(x >= np.sort(x)[::-1][min(top_k, len(x)) - 1], x, -np.inf)
+    if top_p < 1:
+        order = np.argsort(-x)
+        mass = np.exp(x - x.max())
+        total = np.cumsum(mass[order]) / mass.sum()
+        keep = order[: int(np.searchsorted(total, top_p)) + 1]
+        x = np.where(np.isin(np.arange(len(x)), keep), x, -np.inf)
+    return x
+
+
+def run(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, vocab_size=None):
+    arguments = [jnp.float32(temperature), jnp.int32(top_k), jnp.float32(top_p), jnp.float32(min_p)]
+    return np.asarray(process(jnp.asarray(logits, jnp.float32), *arguments, vocab_size or len(logits)))
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"top_k": 1}, {"top_k": 7}, {"top_k": 1000}, {"top_p": 0.1}, {"top_p": 0.9}, {"min_p": 0.2},
+     {"top_k": 9, "top_p": 0.5, "min_p": 0.01}],
+    ids=str,
+)  # fmt: skip
+def test_filters_equal_the_sorting_reference(temperature, options):
+    for seed in range(5):
+        logits = np.random.default_rng(seed).normal(size=VOCAB) * 3
+        logits = logits.astype(np.float32)
+        want = numpy_process(logits, temperature, **{"top_k": 0, "top_p": 1.0, "min_p": 0.0} | options)
+        got = run(logits, temperature, **options)
+        np.testing.assert_array_equal(np.isfinite(got), np.isfinite(want))
+        np.testing.assert_allclose(got[np.isfinite(got)], want[np.isfinite(want)], rtol=1e-5)
+
+
+def test_ties_at_a_cut_are_all_kept():
+    logits = np.array([2.0, 1.0, 1.0, 1.0, 0.0])
+    assert np.isfinite(run(logits, top_k=2)).tolist() == [True, True, True, True, False]
+    assert np.isfinite(run(logits, top_p=0.5)).tolist() == [True, True, True, True, False]
+    assert np.isfinite(run(np.zeros(4), top_k=1)).all()
+
+
+def test_the_likeliest_token_survives_every_filter():
+    logits = np.random.default_rng(0).normal(size=VOCAB)
+    for options in ({"top_p": 1e-6}, {"top_k": 1}, {"min_p": 1.0}):
+        assert np.isfinite(run(logits, **options)).nonzero()[0].tolist() == [int(logits.argmax())]
+
+
+def test_negative_and_infinite_logits_are_ordered():
+    logits = np.array([-np.inf, -3.0, -1.0, -2.0, -np.inf])
+    assert np.isfinite(run(logits, top_k=2)).tolist() == [False, False, True, True, False]
+    assert np.isfinite(run(logits, top_p=0.99)).tolist() == [False, True, True, True, False]
+
+
+def test_padded_rows_of_the_vocabulary_are_cut_before_the_filters_see_them():
+    logits = np.concatenate([np.random.default_rng(1).normal(size=VOCAB), np.full(6, 99.0)])
+    got = run(logits, top_k=3, vocab_size=VOCAB)
+    assert not np.isfinite(got[VOCAB:]).any()
+    np.testing.assert_array_equal(got[:VOCAB], run(logits[:VOCAB], top_k=3))
+
+
+def test_noise_differs_by_seed_position_and_purpose_and_repeats_otherwise():
+    keys = [jax.random.key(0), jax.random.key(1)]
+    draws = {
+        (s, position, purpose): np.asarray(gumbel(keys[s], jnp.int32(position), purpose, 16)).tobytes()
+        for s in (0, 1)
+        for position in (0, 1, 2)
+        for purpose in (ACCEPT, TARGET, DRAFT)
+    }
+    assert len(set(draws.values())) == len(draws)
+    assert np.asarray(gumbel(keys[1], jnp.int32(2), DRAFT, 16)).tobytes() == draws[1, 2, DRAFT]
