@@ -1,7 +1,8 @@
-"""Ahead-of-time compilation of a decoder's two programs, timed, and kept for every later call of the same shapes."""
+"""Ahead-of-time compilation of a decoder's two programs, timed, and kept for later calls of the same shapes."""
 
 from __future__ import annotations
 
+import collections
 import time
 from typing import Any
 
@@ -9,7 +10,11 @@ import jax
 
 from spec_jax.decode import Decoder
 
-_PROGRAMS: dict[Any, Any] = {}
+KEPT = 64
+"""Programs kept; the least recently used are dropped, since one of thirty unrolled layers takes megabytes."""
+
+_programs: collections.OrderedDict[Any, Any] = collections.OrderedDict()
+_compilations = 0
 
 
 def compiled(decoder: Decoder, name: str, *arguments: Any) -> tuple[Any, float]:
@@ -17,23 +22,27 @@ def compiled(decoder: Decoder, name: str, *arguments: Any) -> tuple[Any, float]:
 
     The state passed to `run` is donated: the loop works in place on one copy of the cache.
     """
+    global _compilations
     leaves, structure = jax.tree.flatten(arguments)
     key = (decoder, name, structure, tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in map(jax.typeof, leaves)))
-    program = _PROGRAMS.get(key)
-    if program is not None:
-        return program, 0.0
+    if key in _programs:
+        _programs.move_to_end(key)
+        return _programs[key], 0.0
     start = time.perf_counter()
     donate = (2,) if name == "run" else ()
     program = jax.jit(getattr(decoder, name), donate_argnums=donate).lower(*arguments).compile()
-    _PROGRAMS[key] = program
+    _programs[key] = program
+    if len(_programs) > KEPT:
+        _programs.popitem(last=False)
+    _compilations += 1
     return program, time.perf_counter() - start
 
 
 def program_count() -> int:
-    """How many programs have been compiled and kept; a call that reuses them leaves it unchanged."""
-    return len(_PROGRAMS)
+    """How many programs have been compiled so far; a call that reuses kept ones leaves it unchanged."""
+    return _compilations
 
 
 def clear_programs() -> None:
-    """Forgets every compiled program, to free their memory."""
-    _PROGRAMS.clear()
+    """Forgets every kept program, to free their memory."""
+    _programs.clear()

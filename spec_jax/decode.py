@@ -138,14 +138,33 @@ class Decoder:
         cache = kv.init_cache(c.num_layers, batch, c.num_kv_heads, capacity, c.head_dim, self.module.dtype)
         drafter_state = self.drafter.init(drafter_params, target, batch, capacity)
         cache, drafter_state = self._prefill(params, drafter_params, tokens, prompt_length - 1, cache, drafter_state)
-        nodes = self.drafter.num_nodes
-        zero = jnp.zeros(batch, jnp.int32)
-        counters = Counters(zero, zero, zero, zero, jnp.zeros((batch, nodes + 1), jnp.int32), zero)
         finish = jnp.where(prompt_length >= limit, cap_reason, RUNNING)
         accepted = jnp.zeros(tokens.shape, bool)
         return DecodeState(
-            tokens, prompt_length, limit, cap_reason, finish, accepted, cache, drafter_state, sampling, counters
+            tokens,
+            prompt_length,
+            limit,
+            cap_reason,
+            finish,
+            accepted,
+            cache,
+            drafter_state,
+            sampling,
+            self.no_counts(batch),
         )
+
+    def no_counts(self, batch: int) -> Counters:
+        """Counters at zero."""
+        zeros = [jnp.zeros(batch, jnp.int32) for _ in range(5)]
+        return Counters(*zeros[:4], jnp.zeros((batch, self.drafter.num_nodes + 1), jnp.int32), zeros[4])
+
+    def for_prefill(self) -> Decoder:
+        """The decoder whose `init` compiles to the same prefill, without what only matters afterwards.
+
+        Decoders that differ in width, rule or draft length share it, and so one compiled program; the counters of its
+        state are to be replaced by `no_counts`.
+        """
+        return dataclasses.replace(self, drafter=self.drafter.for_prefill(), width=128, rule="coupled")
 
     def run(self, params: Any, drafter_params: Any, state: DecodeState, max_steps: jax.Array) -> DecodeState:
         """Decodes until every row has ended or `max_steps` more steps are done. `state` may be donated."""

@@ -1,7 +1,7 @@
 """The exactness ladder: which row blocks give which level, and the check that measures it on this device.
 
-E2: logits are the same bits whatever the drafter, K, width, batch, bucket or session (canonical rows). E1: the same bits
-for plain and speculative decoding of one width and batch. E0: every token follows from the logits of its own run.
+E2: logits are the same bits whatever the drafter, K, width, batch, bucket or session (canonical rows). E1: the same
+bits for plain and speculative decoding of one width and batch. E0: every token follows from the logits of its own run.
 """
 
 from __future__ import annotations

@@ -195,7 +195,9 @@ def _per_prompt(sampling: Any, count: int) -> list[SamplingParams]:
 
     if isinstance(sampling, (list, tuple)):
         if len(sampling) != count:
-            raise ValueError(f"{len(sampling)} sampling parameters were given for {count} prompts; give one, or as many")
+            raise ValueError(
+                f"{len(sampling)} sampling parameters were given for {count} prompts; give one, or as many"
+            )
         return [one(value) for value in sampling]
     return [one(sampling)] * count
 
@@ -252,8 +254,11 @@ def _decoder(target, drafter, width, rule, rows, prefill_chunk=None) -> Decoder:
 
 
 def capacity_for(longest: int, width: int) -> int:
-    """Slots for rows of up to `longest` tokens and a flight of `width` rows: a power of two of KV blocks, at least four,
-    so that prompts of many lengths share one program. Attention reads no block beyond the longest row."""
+    """Slots for rows of up to `longest` tokens and a flight of `width` rows.
+
+    A power of two of KV blocks, at least four, so that prompts of many lengths share one program. Attention reads no
+    block beyond the longest row.
+    """
     blocks = max(-(-(longest + width) // kv.BLOCK), MIN_BLOCKS)
     return kv.BLOCK * (1 << (blocks - 1).bit_length())
 
@@ -294,9 +299,9 @@ def _decode_batch(target, decoder, drafter_params, group, batch):
         *map(jnp.asarray, (tokens, lengths, limit, reason)),
         sampling_state(group, batch),
     )
-    init, init_compile = compiled(decoder, "init", *arguments)
+    init, init_compile = compiled(decoder.for_prefill(), "init", *arguments)
     start = time.perf_counter()
-    state = jax.block_until_ready(init(*arguments))
+    state = jax.block_until_ready(init(*arguments)).replace(counters=decoder.no_counts(batch))
     prefill = time.perf_counter() - start
     max_steps = jnp.int32(MAX_INT)
     run, run_compile = compiled(decoder, "run", target.params, drafter_params, state, max_steps)

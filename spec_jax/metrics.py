@@ -62,7 +62,12 @@ class Stats:
 
     def to_dict(self) -> dict:
         """Every count and every ratio, ready for JSON."""
-        ratios = ("mean_acceptance_length", "draft_acceptance_rate", "per_position_acceptance_rate", "tokens_per_second")
+        ratios = (
+            "mean_acceptance_length",
+            "draft_acceptance_rate",
+            "per_position_acceptance_rate",
+            "tokens_per_second",
+        )
         return dataclasses.asdict(self) | {name: getattr(self, name) for name in ratios}
 
 
@@ -79,7 +84,6 @@ def total(parts: Sequence[Stats]) -> Stats:
         if f.name != "acceptance_histogram"
     }
     return Stats(**sums, acceptance_histogram=tuple(histogram))
-
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Draft trees: parents to depths and ancestor masks. A chain is the trivial tree.
 
-Row 0 of a flight is the last committed token; draft node i is row i + 1. `parents[i]` is the node whose child node i is,
--1 for a child of the last committed token, and parents precede their children.
+Row 0 of a flight is the last committed token; draft node i is row i + 1. `parents[i]` is the node whose child node i
+is, -1 for a child of the last committed token, and parents precede their children.
 """
 
 from __future__ import annotations
@@ -31,7 +31,11 @@ def ancestor_mask(parents: np.ndarray | jax.Array, width: int) -> np.ndarray | j
     xp = np if isinstance(parents, np.ndarray) else jnp
     nodes = parents.shape[-1]
     row_parent = xp.concatenate(
-        [xp.zeros_like(parents[..., :1]), parents + 1, xp.zeros((*parents.shape[:-1], width - 1 - nodes), parents.dtype)],
+        [
+            xp.zeros_like(parents[..., :1]),
+            parents + 1,
+            xp.zeros((*parents.shape[:-1], width - 1 - nodes), parents.dtype),
+        ],
         axis=-1,
     )
     step = (row_parent[..., None] == xp.arange(width)) | xp.eye(width, dtype=bool)

@@ -140,7 +140,9 @@ def _standard(logits, draft, valid, length, sampling, vocab_size) -> Verificatio
         """Whether one draft token passes its own test. Greedy rows accept the argmax only."""
 
         def sampled():
-            scores = sampling_lib.process(logits, s.temperature[row], s.top_k[row], s.top_p[row], s.min_p[row], vocab_size)
+            scores = sampling_lib.process(
+                logits, s.temperature[row], s.top_k[row], s.top_p[row], s.min_p[row], vocab_size
+            )
             p = jnp.exp(scores[token] - jax.nn.logsumexp(scores))
             u = jax.random.uniform(sampling_lib.noise_key(s.key[row], position, sampling_lib.ACCEPT))
             return u < acceptance_probability(p, draft_prob), jnp.float32(jnp.inf)
@@ -173,7 +175,9 @@ def _standard(logits, draft, valid, length, sampling, vocab_size) -> Verificatio
 
     def choose(row, logits, q, refused, position):
         def sampled():
-            scores = sampling_lib.process(logits, s.temperature[row], s.top_k[row], s.top_p[row], s.min_p[row], vocab_size)
+            scores = sampling_lib.process(
+                logits, s.temperature[row], s.top_k[row], s.top_p[row], s.min_p[row], vocab_size
+            )
             scores = jnp.where(refused, jnp.log(residual(jax.nn.softmax(scores), q)), scores)
             noise = sampling_lib.gumbel(s.key[row], position, sampling_lib.TARGET, vocab)
             return jnp.argmax(scores + noise).astype(jnp.int32), jnp.float32(jnp.inf)

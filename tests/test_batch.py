@@ -50,7 +50,9 @@ def wrong8():
 def run8(order):
     texts, wrong = [texts8()[i] for i in order], [wrong8()[i] for i in order]
     drafter = tiny.script(texts, 4, wrong)
-    return generate(tiny.tiny(), [prompts8()[i] for i in order], None, {"max_tokens": BUDGET}, exact=True, drafter=drafter)
+    return generate(
+        tiny.tiny(), [prompts8()[i] for i in order], None, {"max_tokens": BUDGET}, exact=True, drafter=drafter
+    )
 
 
 def test_every_row_of_a_ragged_batch_equals_itself_alone():
@@ -182,7 +184,9 @@ def test_the_seed_does_not_matter_at_temperature_zero():
 # --- greedy -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{"top_p": 0.5}, {"top_k": 5}, {"min_p": 0.1}, {"top_p": 0.5, "top_k": 5, "seed": 1}])
+@pytest.mark.parametrize(
+    "options", [{"top_p": 0.5}, {"top_k": 5}, {"min_p": 0.1}, {"top_p": 0.5, "top_k": 5, "seed": 1}]
+)
 def test_temperature_zero_is_greedy_whatever_else_is_set(options):
     expected = [texts8()[i][LENGTHS8[i] :] for i in (0, 3, 7)]
     for name in ("plain", "ngram"):
@@ -219,7 +223,9 @@ def test_a_top_k_beyond_every_integer_type_keeps_all():
     assert emitted(sampled("plain", rows)) == emitted(sampled("plain", rows_of({"temperature": 1.0}, (1, 2, 3))))
 
 
-@pytest.mark.parametrize("options", [{"top_k": 1}, {"top_p": 1e-6}, {"top_p": 1e-44}, {"top_p": 1e-300}, {"min_p": 1.0}])
+@pytest.mark.parametrize(
+    "options", [{"top_k": 1}, {"top_p": 1e-6}, {"top_p": 1e-44}, {"top_p": 1e-300}, {"min_p": 1.0}]
+)
 def test_a_filter_that_leaves_one_token_is_greedy(options):
     expected = [texts8()[i][LENGTHS8[i] :] for i in (0, 3, 7)]
     assert emitted(sampled("plain", {"max_tokens": BUDGET, "temperature": 1.0, "seed": 1, **options})) == expected

@@ -32,7 +32,11 @@ def compile_run(drafter, params, exact=True, donate=True):
 def cache_copies(compiled, slots):
     """Instructions of the loop that make a whole new array of the cache's shape by copying."""
     shape = ",".join(map(str, slots.shape))
-    loop = [line for line in compiled.as_text().splitlines() if re.search(rf"= f32\[{shape}\]\S* (copy|concatenate)\(", line)]
+    loop = [
+        line
+        for line in compiled.as_text().splitlines()
+        if re.search(rf"= f32\[{shape}\]\S* (copy|concatenate)\(", line)
+    ]
     return loop
 
 

@@ -1,4 +1,4 @@
-"""Processors against NumPy, ties at every cut, padded vocabularies, and noise that depends on seed and position only."""
+"""Processors against NumPy, ties at every cut, padded vocabularies, and noise keyed by seed and position only."""
 
 import jax
 import jax.numpy as jnp

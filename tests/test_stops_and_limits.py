@@ -197,26 +197,31 @@ def test_a_prompt_longer_than_the_context_is_refused():
         generate(model, [[1], [1] * 33], None, {"max_tokens": 4})
 
 
-@pytest.mark.parametrize("name", ["script", "layer_skip"])
-@pytest.mark.parametrize("limit", [32, 120])
-def test_every_live_cache_entry_at_the_limit_is_that_of_plain_decoding(name, limit):
-    """With 120 of 128 slots in use the last flights reach to the end of the cache and the draft would reach beyond."""
+@functools.lru_cache
+def near_the_end(limit):
+    """A model of this context, prompts that end shortly before it, and the text by an uncached recompute."""
     model = dataclasses.replace(tiny.tiny(), max_model_len=limit)
     given = tiny.prompts_of(model, (limit - 12, limit - 5, limit - 1), seed=8)
-    outputs = tiny.plain(model, given, {"max_tokens": 50})
-    script = tiny.script([p + o for p, o in zip(given, outputs, strict=True)], 7, [limit - 9])
+    return model, given, [p + tiny.numpy_greedy(model, p, limit - len(p)) for p in given]
+
+
+@pytest.mark.parametrize("name", ["script", "layer_skip"])
+@pytest.mark.parametrize("limit", [32, 504, 512])
+def test_every_live_cache_entry_at_the_limit_is_that_of_plain_decoding(name, limit):
+    """The cache has 512 slots: at 504 the last flights just fit, at 512 they reach beyond its end."""
+    model, given, wanted = near_the_end(limit)
+    script = tiny.script(wanted, 7, [limit - 9], size=600)
     pairs = {"script": script, "layer_skip": (LayerSkipDrafter(4, (0,)), ())}
     states = []
     for drafter, params in (pairs[name], (tiny.plain_drafter(), ())):
         decoder = tiny.decoder_of(model, drafter, 3)
-        state = tiny.start(decoder, model, params, given, 50)
-        assert state.cache.capacity == 128
+        state = tiny.start(decoder, model, params, given, 50, capacity=512)
         states.append(tiny.advance(decoder, model, params, state))
-    ours, plain = states
-    assert ours.length.tolist() == [limit] * 3
-    assert (ours.tokens == plain.tokens).all()
+    for state in states:
+        assert state.length.tolist() == [limit] * 3
+        assert state.tokens[:, :limit].tolist() == wanted
     for row in range(3):
-        tiny.assert_same_cache(ours.cache, plain.cache, row, limit - 1)
+        tiny.assert_same_cache(*(s.cache for s in states), row, limit - 1)
 
 
 # --- edge values of K -------------------------------------------------------------------------------------------------
@@ -256,7 +261,9 @@ def test_other_values_of_k(k):
     """16 is larger than the budget and than the default width; the text is that of width 8."""
     text, wrong = texts()[1], [LENGTHS[1] + 2]
     for budget in (1, 5, 15):
-        result = generate(tiny.tiny(), [prompts()[1]], None, {"max_tokens": budget}, drafter=tiny.script([text], k, wrong))
+        result = generate(
+            tiny.tiny(), [prompts()[1]], None, {"max_tokens": budget}, drafter=tiny.script([text], k, wrong)
+        )
         check(result, [(expected()[1][:budget], "length")])
         assert result.verify_width == (8 if k == 2 else 32)
     assert result.stats.draft_acceptance_rate > 0.5

@@ -95,7 +95,9 @@ def token_rule_law(p_of, q_of, vocab, k):
     return law, expected
 
 
-@pytest.mark.parametrize("vocab, k, seed, truncated", [(2, 2, 1, False), (3, 3, 2, False), (4, 2, 3, True), (3, 2, 4, True)])
+@pytest.mark.parametrize(
+    "vocab, k, seed, truncated", [(2, 2, 1, False), (3, 3, 2, False), (4, 2, 3, True), (3, 2, 4, True)]
+)
 def test_enumerated_law_of_the_token_rule_is_the_target(vocab, k, seed, truncated):
     rng = np.random.default_rng(seed)
 
@@ -173,7 +175,9 @@ def test_law_of_the_first_token_is_the_targets(kind):
     assert accepted == pytest.approx(expected, abs=0.006)
 
 
-@pytest.mark.parametrize("kind, fault", [("dense", "q before temperature"), ("one_hot", "soft q"), ("mixed", "flag lost")])
+@pytest.mark.parametrize(
+    "kind, fault", [("dense", "q before temperature"), ("one_hot", "soft q"), ("mixed", "flag lost")]
+)
 def test_power_a_wrong_draft_law_is_found(kind, fault):
     counts, _ = first_token_counts(kind, fault)
     assert chi_square(counts, P_TARGET) < P_LIMIT
@@ -218,9 +222,7 @@ def three_rounds(rule, reuse=None, samples=20_000, rounds=3, k=2):
         length = length + n + 1
     assert (length >= 4).all()
     cells = text[:, 1] * vocab**2 + text[:, 2] * vocab + text[:, 3]
-    law = [
-        p_table[0, a] * p_table[a, b] * p_table[b, c] for a, b, c in itertools.product(range(vocab), repeat=3)
-    ]
+    law = [p_table[0, a] * p_table[a, b] * p_table[b, c] for a, b, c in itertools.product(range(vocab), repeat=3)]
     return np.bincount(cells, minlength=vocab**3), np.array(law)
 
 

@@ -1,7 +1,7 @@
 """Tiny models and drafters whose accept patterns can be chosen: random drafters accept nothing and test nothing.
 
-TINY: a random Llama with clear top-2 gaps. MARKOV: logits depend on the last token only, in closed form. SCRIPT proposes
-the true continuation with chosen positions corrupted; ORACLE accepts everything, ANTI nothing.
+TINY: a random Llama with clear top-2 gaps. MARKOV: logits depend on the last token only, in closed form. SCRIPT
+proposes the true continuation with chosen positions corrupted; ORACLE accepts everything, ANTI nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,17 @@ from spec_jax.sampling import SamplingState
 
 @functools.lru_cache
 def tiny(
-    seed=0, layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, vocab=97, context=256, usable=None, dtype="float32", **config
+    seed=0,
+    layers=2,
+    hidden=32,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    vocab=97,
+    context=256,
+    usable=None,
+    dtype="float32",
+    **config,
 ):
     """A random model; the head is scaled so that most top-2 gaps are far above float32 rounding."""
     config = LlamaConfig(
@@ -131,7 +141,9 @@ def script(texts: list[list[int]], k: int, wrong=(), vocab: int = 97, counts=Non
     for row, ids in enumerate(texts):
         text[row, : len(ids)] = ids
         text[row, len(ids) :] = 1
-        positions = range(size) if wrong == "all" else wrong[row] if wrong and isinstance(wrong[0], (list, tuple)) else wrong
+        positions = (
+            range(size) if wrong == "all" else wrong[row] if wrong and isinstance(wrong[0], (list, tuple)) else wrong
+        )
         for p in positions:
             text[row, p] = (text[row, p] + 1) % vocab
     count = np.full((len(texts), size), k, np.int32)
@@ -184,17 +196,18 @@ def greedy_state(batch: int) -> SamplingState:
     )
 
 
-def start(decoder: Decoder, model: Model, drafter_params, prompts, budget: int):
+def start(decoder: Decoder, model: Model, drafter_params, prompts, budget: int, capacity: int | None = None):
     """The state in front of the first step of a greedy run of `prompts`, `budget` tokens each."""
     lengths = np.array([len(p) for p in prompts], np.int32)
     limit = np.minimum(lengths + budget, model.max_model_len).astype(np.int32)
     reason = np.where(lengths + budget > model.max_model_len, CONTEXT, LENGTH).astype(np.int32)
-    tokens = np.zeros((len(prompts), capacity_for(int(limit.max()), decoder.width)), np.int32)
+    tokens = np.zeros((len(prompts), capacity or capacity_for(int(limit.max()), decoder.width)), np.int32)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt
     arrays = map(jnp.asarray, (tokens, lengths, limit, reason))
     arguments = (model.params, drafter_params, *arrays, greedy_state(len(prompts)))
-    return compiled(decoder, "init", *arguments)[0](*arguments)
+    init, _ = compiled(decoder.for_prefill(), "init", *arguments)
+    return init(*arguments).replace(counters=decoder.no_counts(len(prompts)))
 
 
 def advance(decoder: Decoder, model: Model, drafter_params, state, steps: int = 2**31 - 1):

@@ -162,6 +162,9 @@ class Drafter(Protocol):
     def propose(self, params: Any, state: Any, view: View) -> tuple[Draft, Any]:
         """Proposes up to `num_nodes` tokens behind the last committed one."""
 
+    def for_prefill(self) -> Drafter:
+        """A drafter with the same `init`, prefill `commit` and `needs`, so that equal prefills share one program."""
+
 
 class BaseDrafter:
     """Defaults for drafters that need less than the whole protocol: a chain, no needs, no state."""
@@ -175,6 +178,10 @@ class BaseDrafter:
 
     def commit(self, params, state, seen):
         return state
+
+    def for_prefill(self):
+        stateless = type(self).init is BaseDrafter.init and type(self).commit is BaseDrafter.commit
+        return NoDrafter() if stateless and self.needs == Needs() else self
 
 
 @dataclasses.dataclass(frozen=True)

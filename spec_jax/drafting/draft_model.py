@@ -61,6 +61,9 @@ class DraftModelDrafter(BaseDrafter):
         cache = kv.init_cache(c.num_layers, batch, c.num_kv_heads, capacity, c.head_dim, self.module.dtype)
         return DraftModelState(cache, jnp.zeros(batch, jnp.int32))
 
+    def for_prefill(self):
+        return dataclasses.replace(self, num_nodes=1, sample=False)
+
     def _forward(self, params, tokens, cache, with_logits=False):
         width = tokens.shape[1]
         depth, ancestors = np.arange(width, dtype=np.int32), chain_ancestors(width)
@@ -126,7 +129,7 @@ class DraftModelDrafter(BaseDrafter):
         return Draft(proposal.tokens, count, q), DraftModelState(cache.replace(length=fed), state.tail)
 
     def _fit(self, logits: jax.Array) -> jax.Array:
-        """Logits [batch, draft vocab] cut or padded to the target's rows; the ids beyond the vocabulary are never drawn."""
+        """Logits [batch, draft vocab] cut or padded to the target's rows; no id beyond the vocabulary is drawn."""
         have = logits.shape[-1]
         if have >= self.target_vocab:
             return logits[:, : self.target_vocab]

@@ -44,8 +44,10 @@ def skip_layers(config: SpeculativeConfig, num_layers: int) -> tuple[int, ...]:
     """The layers that a layer_skip drafter runs."""
     if config.draft_layers is not None:
         if config.draft_layers[-1] >= num_layers:
-            raise ValueError(f"draft_layers={config.draft_layers} names layer {config.draft_layers[-1]}, but the target "
-                             f"has layers 0..{num_layers - 1}")  # fmt: skip
+            raise ValueError(
+                f"draft_layers={config.draft_layers} names layer {config.draft_layers[-1]}, but the target has layers "
+                f"0..{num_layers - 1}"
+            )
         return config.draft_layers
     exit_layer = config.exit_layer if config.exit_layer is not None else max(num_layers // 3, 1)
     if exit_layer > num_layers:
@@ -63,9 +65,9 @@ def check_same_vocabulary(target: Any, draft: Any) -> None:
             )
     if target.vocab_size != draft.vocab_size:
         raise ValueError(
-            f"the draft model {draft.name} has a vocabulary of {draft.vocab_size} ids and the target {target.name} one of "
-            f"{target.vocab_size}; they must be equal (embeddings padded beyond it may differ). Choose a draft model of "
-            f"the target's family"
+            f"the draft model {draft.name} has a vocabulary of {draft.vocab_size} ids and the target {target.name} one "
+            f"of {target.vocab_size}; they must be equal (embeddings may be padded beyond them). Choose a draft model "
+            f"of the target's family"
         )
     if target.tokenizer is None or draft.tokenizer is None or target.tokenizer is draft.tokenizer:
         return

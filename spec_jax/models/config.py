@@ -15,6 +15,7 @@ import numpy as np
 from spec_jax.models.rope import RopeConfig, rope_from_hf
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +40,7 @@ class LlamaConfig:
     model_type: str = "llama"
 
     def __post_init__(self):
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
+        for name in _SIZES:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}={value!r} must be a positive integer")
@@ -60,7 +61,8 @@ def from_hf_config(config: Mapping[str, Any]) -> LlamaConfig:
     if model_type not in MODEL_TYPES:
         raise ValueError(f"model_type={model_type!r} is not supported; supported: {', '.join(MODEL_TYPES)}")
     window = config.get("sliding_window")
-    if window and config.get("use_sliding_window", model_type == "mistral") and window < config["max_position_embeddings"]:
+    windowed = bool(window) and config.get("use_sliding_window", model_type == "mistral")
+    if windowed and window < config.get("max_position_embeddings", 2048):
         raise ValueError(f"sliding_window={window} is not supported yet; models with full attention only")
     rotary = (config.get("rope_parameters") or {}).get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if rotary not in (None, 1):

@@ -207,7 +207,9 @@ def _initialise(key, entry, dtype):
 
 def init_params(module: Llama, seed: int = 0) -> dict:
     """Random parameters of `module`, a nested dict like that of a loaded checkpoint."""
-    cache = kv.init_cache(module.config.num_layers, 1, module.config.num_kv_heads, 1, module.config.head_dim, module.dtype)
+    cache = kv.init_cache(
+        module.config.num_layers, 1, module.config.num_kv_heads, 1, module.config.head_dim, module.dtype
+    )
     tokens = jnp.zeros((1, 1), jnp.int32)
     ancestors = np.ones((1, 1, 1), np.uint32)
 

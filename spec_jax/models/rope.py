@@ -57,7 +57,7 @@ def rope_from_hf(config: Mapping[str, Any]) -> RopeConfig:
         return RopeConfig(theta=theta, rope_type=rope_type)
     if "factor" not in scaling:
         raise ValueError(f"rope scaling of type {rope_type!r} has no 'factor'; got the keys {sorted(scaling)}")
-    original = scaling.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
+    original = config.get("original_max_position_embeddings") or scaling.get("original_max_position_embeddings")
     if original is None:
         if rope_type in ("llama3", "yarn"):
             original = config.get("max_position_embeddings", 8192)

@@ -255,9 +255,13 @@ def test_another_tokenizer_is_refused_naming_a_token():
 
     words = [f"w{i}" for i in range(97)]
     swapped = [*words[:50], words[51], words[50], *words[52:]]
-    refuse(with_vocabulary("ours", words), with_vocabulary("theirs", swapped), "ours and theirs differ: 'w50' has id 50")
+    refuse(
+        with_vocabulary("ours", words), with_vocabulary("theirs", swapped), "ours and theirs differ: 'w50' has id 50"
+    )
     same = with_vocabulary("again", words)
-    drafter, params = build_drafter(SpeculativeConfig(**draft_config(same)), with_vocabulary("ours", words), RowBlocks())
+    drafter, params = build_drafter(
+        SpeculativeConfig(**draft_config(same)), with_vocabulary("ours", words), RowBlocks()
+    )
     assert isinstance(drafter, DraftModelDrafter) and params is same.params
 
 

@@ -248,7 +248,9 @@ def test_a_tree_of_drafts_moves_the_accepted_path_and_equals_plain_decoding():
         fresh = jax.jit(decoder.init)(model.params, (), state.tokens, state.length, *arguments[2:])
         for ours, theirs in zip(state.cache.k + state.cache.v, fresh.cache.k + fresh.cache.v, strict=True):
             for row, length in enumerate(np.asarray(state.length) - 1):
-                np.testing.assert_allclose(np.asarray(ours[row, :, :length]), np.asarray(theirs[row, :, :length]), atol=1e-5)
+                np.testing.assert_allclose(
+                    np.asarray(ours[row, :, :length]), np.asarray(theirs[row, :, :length]), atol=1e-5
+                )
 
 
 TREE = (-1, -1, 0, 1, 1, 3)

@@ -87,4 +87,6 @@ def test_unsupported_shapes_raise_and_name_themselves():
         attention(*map(jnp.asarray, (q, k, v)), jnp.zeros(1, jnp.int32), jnp.asarray(chain_ancestors(2)))
     q, k, v = inputs(1, 2, 4, 2, 16, blocks=1)
     with pytest.raises(ValueError, match="capacity 100"):
-        attention(jnp.asarray(q), k[:, :, :100], v[:, :, :100], jnp.zeros(1, jnp.int32), jnp.asarray(chain_ancestors(2)))
+        attention(
+            jnp.asarray(q), k[:, :, :100], v[:, :, :100], jnp.zeros(1, jnp.int32), jnp.asarray(chain_ancestors(2))
+        )

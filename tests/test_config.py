@@ -1,0 +1,107 @@
+"""Bad options give one error that names the value and what is allowed; nothing is dropped in silence."""
+
+import dataclasses
+
+import pytest
+
+from spec_jax.config import SamplingParams, SpeculativeConfig, choose_width, parse_speculative_config
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"temperature": -1}, "temperature=-1"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"temperature": float("inf")}, "temperature=inf"),
+        ({"temperature": "hot"}, "temperature='hot'"),
+        ({"top_k": -2}, "top_k=-2"),
+        ({"top_k": 1.5}, "top_k=1.5"),
+        ({"top_p": 0.0}, "top_p=0.0"),
+        ({"top_p": 1.1}, "top_p=1.1"),
+        ({"min_p": -0.1}, "min_p=-0.1"),
+        ({"seed": -1}, "seed=-1"),
+        ({"seed": 2**64}, "seed="),
+        ({"seed": 1.0}, "seed=1.0"),
+        ({"n": 0}, "n=0"),
+        ({"n": True}, "n=True"),
+        ({"max_tokens": -1}, "max_tokens=-1"),
+        ({"ignore_eos": 1}, "ignore_eos=1"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"stop_token_ids": "2"}, "stop_token_ids='2'"),
+        ({"temprature": 1.0}, "did you mean 'temperature'"),
+    ],
+    ids=str,
+)
+def test_bad_sampling_options_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**options)
+
+
+NOT_YET = {
+    "min_tokens": 1, "stop": ("x",), "logprobs": 0, "repetition_penalty": 1.1, "presence_penalty": 0.5,
+    "frequency_penalty": 0.5, "logit_bias": {1: 2.0}, "bad_words": ("x",), "allowed_token_ids": (1,),
+    "mask_fn": lambda state, token: (state, None),
+}  # fmt: skip
+
+
+def test_every_field_of_the_contract_is_either_honoured_or_refused():
+    honoured = {"n", "temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "stop_token_ids", "ignore_eos"}
+    assert {f.name for f in dataclasses.fields(SamplingParams)} == honoured | set(NOT_YET)
+    for name, value in NOT_YET.items():
+        with pytest.raises(ValueError, match=f"{name}=.*not supported yet"):
+            SamplingParams(**{name: value})
+        SamplingParams(**{name: next(f.default for f in dataclasses.fields(SamplingParams) if f.name == name)})
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        ({"method": "ngrm"}, "did you mean 'ngram'"),
+        ({"num_speculative_tokens": 3}, "no 'method'"),
+        ({"method": "ngram", "num_speculativ_tokens": 3}, "did you mean 'num_speculative_tokens'"),
+        ({"method": "ngram", "num_speculative_tokens": -1}, "num_speculative_tokens=-1"),
+        ({"method": "ngram", "num_speculative_tokens": 2.0}, "num_speculative_tokens=2.0"),
+        ({"method": "none", "num_speculative_tokens": 2}, "needs a method"),
+        ({"method": "ngram", "prompt_lookup_min": 4, "prompt_lookup_max": 2}, "min <= max"),
+        ({"method": "ngram", "prompt_lookup_max": 0}, "prompt_lookup_max=0"),
+        ({"method": "ngram", "model": "x"}, "model belongs to method='draft_model'"),
+        ({"method": "ngram", "draft_sample_method": "probabilistic"}, "proposes deterministically"),
+        ({"method": "draft_model"}, "needs 'model'"),
+        ({"method": "layer_skip", "exit_layer": 0}, "exit_layer=0"),
+        ({"method": "layer_skip", "exit_layer": 1, "draft_layers": [0]}, "not both"),
+        ({"method": "layer_skip", "draft_layers": [2, 1]}, "ascending"),
+        ({"method": "layer_skip", "draft_layers": []}, "draft_layers"),
+        ({"method": "ngram", "rejection_sample_method": "blocks"}, "rejection_sample_method='blocks'"),
+        ({"method": "ngram", "verify_width": 0}, "verify_width=0"),
+        ("{not json", "is not JSON"),
+        (["ngram"], "must be a dict"),
+    ],
+    ids=str,
+)
+def test_bad_speculative_configs_are_named(config, message):
+    with pytest.raises(ValueError, match=message):
+        parse_speculative_config(config)
+
+
+def test_forms_and_defaults():
+    assert parse_speculative_config(None).method == "none"
+    config = parse_speculative_config('{"method": "ngram"}')
+    assert config == parse_speculative_config({"method": "ngram"}) == SpeculativeConfig(method="ngram")
+    assert (config.num_speculative_tokens, config.prompt_lookup_max, config.prompt_lookup_min) == (5, 3, 1)
+    assert config.rule == "coupled"
+    assert parse_speculative_config({"method": "layer_skip", "draft_sample_method": "probabilistic"}).rule == "standard"
+    assert parse_speculative_config({"method": "ngram", "prompt_lookup_min": 4}).prompt_lookup_max == 4
+
+
+@pytest.mark.parametrize(
+    "nodes, asked, width", [(0, None, 8), (7, None, 8), (8, None, 16), (31, None, 32), (200, None, 201), (3, 4, 4)]
+)
+def test_the_default_width_holds_the_drafts_and_the_last_token(nodes, asked, width):
+    assert choose_width(nodes, asked) == width
+
+
+def test_widths_that_cannot_hold_the_drafts_are_refused():
+    with pytest.raises(ValueError, match="verify_width=4 cannot hold 4"):
+        choose_width(4, 4)
+    with pytest.raises(ValueError, match="'auto' is not supported yet"):
+        choose_width(4, "auto")
