@@ -201,7 +201,7 @@ def test_a_prompt_longer_than_the_context_is_refused():
 def near_the_end(limit):
     """A model of this context, prompts that end shortly before it, and the text by an uncached recompute."""
     model = dataclasses.replace(tiny.tiny(), max_model_len=limit)
-    given = tiny.prompts_of(model, (limit - 12, limit - 5, limit - 1), seed=8)
+    given = tiny.prompts_of(model, (limit - 6, limit - 3, limit - 1), seed=8)
     return model, given, [p + tiny.numpy_greedy(model, p, limit - len(p)) for p in given]
 
 
@@ -210,7 +210,7 @@ def near_the_end(limit):
 def test_every_live_cache_entry_at_the_limit_is_that_of_plain_decoding(name, limit):
     """The cache has 512 slots: at 504 the last flights just fit, at 512 they reach beyond its end."""
     model, given, wanted = near_the_end(limit)
-    script = tiny.script(wanted, 7, [limit - 9], size=600)
+    script = tiny.script(wanted, 7, [limit - 4], size=600)
     pairs = {"script": script, "layer_skip": (LayerSkipDrafter(4, (0,)), ())}
     states = []
     for drafter, params in (pairs[name], (tiny.plain_drafter(), ())):
