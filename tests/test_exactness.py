@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import plain, prompts_of, script, tiny
+from tiny import experiment, plain, prompts_of, script, tiny
 
 from spec_jax import exactness
 from spec_jax.config import SamplingParams
+from spec_jax.drafting.base import NoDrafter
 from spec_jax.generation import generate
 from spec_jax.models.layers import RowBlocks
 
@@ -60,6 +61,19 @@ def test_text_is_the_same_whatever_the_width_the_batch_and_the_bucket():
         got = generate(model, prompts, None, params, exact=True, drafter=script(full, k, wrong=[3, 9, 20]))
         assert [s.token_ids for s in got.sequences] == want
         assert got.exactness == "E2" and got.stats.num_accepted_tokens > 0
+
+
+def test_below_the_row_block_plain_and_speculative_runs_still_have_the_same_bits():
+    """E1: batch 8 and width 8 exceed one block of 32 rows, so only runs of this very shape are promised to agree."""
+    record = experiment("exactness").record
+    model = tiny(hidden=288, heads=9, kv_heads=3, head_dim=32, layers=1)
+    prompts = prompts_of(model, [3, 30, 1, 7, 12, 5, 9, 20])
+    assert generate(model, prompts, None, SamplingParams(max_tokens=1)).exactness == "E1"
+    text, sums, _ = record(model, prompts, NoDrafter(), (), None, 256, 16)
+    assert len(set(map(tuple, sums))) == 8
+    drafter, params = script([p + t for p, t in zip(prompts, text, strict=True)], 7, wrong=[9, 14, 33])
+    again, sums_again, length = record(model, prompts, drafter, params, None, 256, 16)
+    assert (again, sums_again) == (text, sums) and length > 3
 
 
 def test_near_ties_are_counted_at_the_emitted_tokens():

@@ -3,22 +3,12 @@
 The whole matrix (K in 1, 3, 4, 7 and batch 1, 3, 8) is experiments/exactness.py; its figures are in the README.
 """
 
-import importlib.util
-import pathlib
-
 import pytest
+from tiny import experiment
 
 import spec_jax
 
-ROOT = pathlib.Path(__file__).parent.parent
 PROMPT = [[{"role": "user", "content": "Name the four seasons, one per line."}]]
-
-
-def experiment(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "experiments" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.slow

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
+import pathlib
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -230,6 +233,16 @@ def prompts_of(model, lengths, seed=0):
     """Random prompts of the given lengths."""
     rng = np.random.default_rng(seed)
     return [rng.integers(0, model.vocab_size, n).tolist() for n in lengths]
+
+
+def experiment(name: str):
+    """An experiment script as a module."""
+    path = pathlib.Path(__file__).parent.parent / "experiments" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
 
 
 # --- an independent reference: NumPy, float64, no cache -------------------------------------------------------------

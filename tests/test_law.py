@@ -1,0 +1,164 @@
+"""The law of whole outputs under `standard` and `coupled`, against the closed form of a Markov model.
+
+Guards B04 (a draft judged by a law it was not drawn from), B08 and B26 (options applied to some tokens only).
+"""
+
+import functools
+
+import numpy as np
+import pytest
+from scipy import stats
+from tiny import markov, random_table, script
+
+from spec_jax.config import SamplingParams
+from spec_jax.generation import generate
+
+SAMPLES, BATCH = 20_000, 5_000
+VOCAB, FIRST = 5, 1
+TARGET_TABLE, DRAFT_TABLE = random_table(VOCAB, seed=3), random_table(VOCAB, seed=4)
+
+
+def processed(table, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
+    """The table after temperature, min_p, top_k and top_p, by sorting."""
+    out = np.zeros_like(table)
+    for row, p in enumerate(table):
+        p = p ** (1 / temperature)
+        p = np.where(p >= min_p * p.max(), p, 0)
+        order = np.argsort(-p)
+        if top_k:
+            p[order[top_k:]] = 0
+        if top_p < 1:
+            mass = np.cumsum(p[order]) / p.sum()
+            p[order[int(np.searchsorted(mass, top_p)) + 1 :]] = 0
+        out[row] = p / p.sum()
+    return out
+
+
+def outputs_law(table):
+    """Probability of every output of three tokens after `FIRST`."""
+    return np.einsum("a,ab,bc->abc", table[FIRST], table, table).ravel()
+
+
+def chi_square(sequences, law):
+    cells = np.array([s.token_ids for s in sequences]) @ [VOCAB**2, VOCAB, 1]
+    counts = np.bincount(cells, minlength=VOCAB**3)
+    assert counts[law == 0].sum() == 0, "an output of probability zero was emitted"
+    common = law * SAMPLES > 5
+    observed = np.append(counts[common], counts[~common].sum())
+    expected = np.append(law[common], law[~common].sum()) * SAMPLES
+    keep = expected > 0
+    return stats.chisquare(observed[keep], expected[keep] * observed.sum() / expected.sum()).pvalue
+
+
+@functools.lru_cache
+def models():
+    return markov(TARGET_TABLE), markov(DRAFT_TABLE, pad_vocab=3)
+
+
+def sample(config, options, prompt=(FIRST,), drafter=None):
+    params = SamplingParams(max_tokens=3, n=SAMPLES, seed=7, **options)
+    target, _ = models()
+    return generate(target, [list(prompt)], config, params, max_batch_size=BATCH, drafter=drafter)
+
+
+MODEL = {"method": "draft_model", "model": None, "num_speculative_tokens": 2}
+OPTIONS = [
+    {"temperature": 0.7},
+    {"temperature": 1.0},
+    {"temperature": 1.5},
+    {"temperature": 1.0, "top_k": 3},
+    {"temperature": 1.5, "top_p": 0.8},
+    {"temperature": 1.0, "min_p": 0.2, "top_k": 4},
+]
+
+
+def config_of(name):
+    _, draft = models()
+    return {
+        "plain": None,
+        "probabilistic": MODEL | {"model": draft, "draft_sample_method": "probabilistic"},
+        "greedy drafts": MODEL | {"model": draft, "rejection_sample_method": "standard"},
+        "coupled": MODEL | {"model": draft},
+        "ngram": {"method": "ngram", "num_speculative_tokens": 2, "rejection_sample_method": "standard"},
+        "layer_skip": {
+            "method": "layer_skip",
+            "num_speculative_tokens": 2,
+            "exit_layer": 1,
+            "draft_sample_method": "probabilistic",
+        },
+    }[name]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("name", ["probabilistic", "coupled"])
+def test_model_drafts_keep_the_law_under_every_option(name, options):
+    result = sample(config_of(name), options)
+    assert chi_square(result.sequences, outputs_law(processed(TARGET_TABLE, **options))) > 1e-4
+    assert 0 < result.stats.draft_acceptance_rate < 1
+
+
+@pytest.mark.parametrize("name", ["plain", "greedy drafts", "ngram", "layer_skip"])
+def test_other_ways_of_drafting_keep_the_law(name):
+    options = {"temperature": 1.0, "top_k": 4}
+    prompt = (0, 2, FIRST, 3, 0, 4, FIRST) if name == "ngram" else (FIRST,)
+    result = sample(config_of(name), options, prompt)
+    assert chi_square(result.sequences, outputs_law(processed(TARGET_TABLE, **options))) > 1e-4
+    if name != "plain":
+        assert result.stats.draft_acceptance_rate > 0
+    if name == "layer_skip":  # all layers with the same processors: rule (i) accepts everything
+        assert result.stats.draft_acceptance_rate > 0.9999
+
+
+def test_acceptance_of_sampled_drafts_is_the_overlap_of_the_laws():
+    """Accepting less than sum(min(p, q)) would still be lossless and would hide a broken drafter."""
+    result = sample(config_of("probabilistic"), {"temperature": 1.0})
+    accepted = sum(s.accepted[0] for s in result.sequences) / SAMPLES
+    assert accepted == pytest.approx(np.minimum(TARGET_TABLE[FIRST], DRAFT_TABLE[FIRST]).sum(), abs=0.015)
+
+
+def test_coupled_drafts_are_accepted_more_often_than_independent_ones():
+    result = sample(config_of("coupled"), {"temperature": 1.0})
+    accepted = sum(s.accepted[0] for s in result.sequences) / SAMPLES
+    assert accepted > (TARGET_TABLE[FIRST] * DRAFT_TABLE[FIRST]).sum() + 0.05
+
+
+def test_power_a_draft_drawn_from_another_law_than_q_is_found(monkeypatch):
+    """The drafter's token is taken before top_k and its q after: the classic fault of B04."""
+    from spec_jax import sampling
+    from spec_jax.drafting import base
+
+    def wrong(logits, positions, state, vocab_size, purpose=sampling.TARGET):
+        flat = state.replace(top_k=state.top_k * 0, temperature=state.temperature * 0 + 3.0)
+        return sampling.choose_tokens(logits, positions, flat, vocab_size, purpose)
+
+    fake = type("fake", (), {"choose_tokens": staticmethod(wrong)})
+    for name in ("mask_padding", "probabilities", "TARGET", "DRAFT"):
+        setattr(fake, name, getattr(sampling, name))
+    monkeypatch.setattr(base, "sampling_lib", fake)
+    options = {"temperature": 0.7, "top_k": 4}
+    config = config_of("probabilistic") | {"num_speculative_tokens": 1}  # a program of its own: nothing is reused
+    result = sample(config, options)
+    assert chi_square(result.sequences, outputs_law(processed(TARGET_TABLE, **options))) < 1e-4
+
+
+def test_every_row_of_a_mixed_batch_has_its_own_law():
+    """Greedy, sampled and default rows side by side, padded with a filler row: none changes another."""
+    target, draft = models()
+    config = MODEL | {"model": draft, "draft_sample_method": "probabilistic"}
+    params = [SamplingParams(max_tokens=3), SamplingParams(max_tokens=3, temperature=0.7, n=SAMPLES, seed=7)]
+    result = generate(target, [[FIRST], [FIRST]], config, params, max_batch_size=BATCH)
+    greedy = [int(TARGET_TABLE[FIRST].argmax())]
+    while len(greedy) < 3:
+        greedy.append(int(TARGET_TABLE[greedy[-1]].argmax()))
+    assert result.sequences[0].token_ids == greedy
+    assert chi_square(result.sequences[1:], outputs_law(processed(TARGET_TABLE, temperature=0.7))) > 1e-4
+
+
+def test_script_accepts_by_the_target_probability_under_standard():
+    """A fixed proposal is a point mass: it is kept with the target's probability of it, and refused otherwise."""
+    proposal = int(np.argsort(TARGET_TABLE[FIRST])[-2])
+    drafter = script([[FIRST, proposal, 0, 0]] * BATCH, 1, vocab=VOCAB, size=16)
+    result = sample({"rejection_sample_method": "standard"}, {"temperature": 1.0}, drafter=drafter)
+    accepted = sum(s.accepted[0] for s in result.sequences) / SAMPLES
+    assert accepted == pytest.approx(TARGET_TABLE[FIRST, proposal], abs=0.015)
+    assert chi_square(result.sequences, outputs_law(TARGET_TABLE)) > 1e-4
