@@ -17,6 +17,10 @@ from jax import lax
 from spec_jax.cache import round_up
 
 
+NARROW = 64
+"""Products with fewer columns are padded to a whole row block."""
+
+
 @dataclasses.dataclass(frozen=True)
 class RowBlocks:
     """The row counts at which a forward pass may run; hashable, static under jit.
@@ -59,6 +63,12 @@ def _pad_rows(x: jax.Array, count: int) -> jax.Array:
     return jnp.pad(x, ((0, count - x.shape[0]),) + ((0, 0),) * (x.ndim - 1)) if count > x.shape[0] else x
 
 
+def _product_rows(rows: RowBlocks, columns: int) -> int:
+    """The least rows of a product. XLA emits products with few columns as loops whose order follows the row count, so
+    these, which cost nothing, always run at a whole block."""
+    return (rows.block or 1) if columns < NARROW else rows.minimum
+
+
 def linear(x: jax.Array, weight: jax.Array, rows: RowBlocks, bias: jax.Array | None = None) -> jax.Array:
     """x [rows, in] times weight [in, out] (plus bias), in x's dtype with float32 accumulation."""
 
@@ -66,7 +76,7 @@ def linear(x: jax.Array, weight: jax.Array, rows: RowBlocks, bias: jax.Array | N
         y = jnp.einsum("ri,io->ro", x, weight, preferred_element_type=jnp.float32)
         return (y if bias is None else y + bias.astype(jnp.float32)).astype(x.dtype)
 
-    return by_rows(product, x, rows, at_least=rows.minimum)
+    return by_rows(product, x, rows, at_least=_product_rows(rows, weight.shape[1]))
 
 
 def unembed(x: jax.Array, weight: jax.Array, rows: RowBlocks) -> jax.Array:
@@ -75,7 +85,7 @@ def unembed(x: jax.Array, weight: jax.Array, rows: RowBlocks) -> jax.Array:
     def product(x):
         return jnp.einsum("re,ve->rv", x, weight, preferred_element_type=jnp.float32)
 
-    return by_rows(product, x, rows, at_least=rows.minimum)
+    return by_rows(product, x, rows, at_least=_product_rows(rows, weight.shape[0]))
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, rows: RowBlocks) -> jax.Array:

@@ -1,0 +1,51 @@
+"""Canonical row blocks: a row's product and norm have the same bits whatever the number of rows, at odd sizes too."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spec_jax.exactness import row_blocks
+from spec_jax.models.layers import by_rows, linear, rms_norm, unembed
+
+ROWS = (1, 2, 3, 4, 5, 7, 9, 17, 31, 40, 72)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", [(33, 7), (128, 4), (32, 1), (100, 52), (260, 100), (1536, 576), (2048, 8)], ids=str)
+def test_products_have_the_same_bits_at_every_row_count(shape, dtype):
+    rng = np.random.default_rng(0)
+    rows = row_blocks(True, 1, 8)
+    weight = jnp.asarray(rng.normal(size=shape) / shape[0] ** 0.5, dtype)
+    x = jnp.asarray(rng.normal(size=(max(ROWS), shape[0])), dtype)
+    for product, matrix in ((linear, weight), (unembed, weight.T.copy())):
+        run = jax.jit(lambda x, m, product=product: product(x, m, rows))
+        whole = np.asarray(run(x[:32], matrix), np.float32)
+        np.testing.assert_allclose(whole, np.asarray(x[:32], np.float64) @ np.asarray(weight, np.float64), atol=0.05)
+        for count in ROWS:
+            got = np.asarray(run(x[:count], matrix), np.float32)
+            np.testing.assert_array_equal(got[:32], whole[: min(count, 32)], err_msg=f"{product.__name__} {count} rows")
+
+
+def test_norms_have_the_same_bits_at_every_row_count():
+    rows = row_blocks(True, 1, 8)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(72, 100)), jnp.float32)
+    run = jax.jit(lambda x: rms_norm(x, jnp.ones(100), 1e-5, rows))
+    whole = np.asarray(run(x[:32]))
+    for count in ROWS:
+        np.testing.assert_array_equal(np.asarray(run(x[:count]))[:32], whole[: min(count, 32)])
+
+
+def test_norms_and_products_run_at_canonical_row_counts():
+    seen = []
+
+    def spy(x):
+        seen.append(x.shape[0])
+        return x
+
+    x = jnp.arange(70.0)[:, None]
+    for count in (1, 5, 32, 70):
+        np.testing.assert_array_equal(
+            np.asarray(by_rows(spy, x[:count], row_blocks(True, 1, 8), at_least=4)), x[:count]
+        )
+    assert set(seen) == {4, 5, 32}
