@@ -16,7 +16,6 @@ from jax import lax
 
 from spec_jax.cache import round_up
 
-
 NARROW = 64
 """Products with fewer columns are padded to a whole row block."""
 
