@@ -84,7 +84,7 @@ class Recorder:
 def record(target, prompts, inner, params, exact, capacity, max_tokens):
     """Tokens and logit checksums of every prompt's continuation, and the acceptance length."""
     batch, width = len(prompts), choose_width(inner.num_nodes, None)
-    rows = row_blocks(exact, batch, width)
+    rows = row_blocks(exact, batch, width, target.module)
     decoder = Decoder(target.module, Recorder(inner), target.vocab_size, width, "coupled", rows, 32)
     lengths = np.array([len(p) for p in prompts], np.int32)
     tokens = np.zeros((batch, capacity), np.int32)
@@ -136,11 +136,11 @@ def run_matrix(target: Model, *, quick: bool, exact: bool | None, max_tokens: in
     """Runs every setting and calls `report(line)` with a dict for each; returns all lines."""
     prompts = [target.tokenizer.encode(p) for p in PROMPTS]
     lines = []
-    none = build_drafter(parse_speculative_config(None), target, row_blocks(exact, 1, 8))
+    none = build_drafter(parse_speculative_config(None), target, row_blocks(exact, 1, 8, target.module))
     reference = [record(target, [p], *none, exact, 4 * BLOCK, max_tokens) for p in prompts]
     for name, config, batch, capacity in settings(target, quick):
         config = parse_speculative_config(config)
-        drafter, params = build_drafter(config, target, row_blocks(exact, batch, 8))
+        drafter, params = build_drafter(config, target, row_blocks(exact, batch, 8, target.module))
         start = time.perf_counter()
         text, sums, length = record(target, prompts[:batch], drafter, params, exact, capacity, max_tokens)
         line = {

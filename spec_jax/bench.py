@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import spec_jax
 from spec_jax import environment
 from spec_jax.config import choose_width
+from spec_jax.generation import encode_prompts
 from spec_jax.prompts import Prompt, builtin_prompts, limit_per_category, model_input
 from spec_jax.scalars import ScalarWriter
 
@@ -103,18 +105,57 @@ def run_bench(
     runs = plan_runs(methods, draft_model, verify_width, exact)
     chosen = limit_per_category(builtin_prompts() if prompts is None else prompts, max_prompts)
     sampling = spec_jax.SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed)
-    measured = _Measurements(runs, chosen, repeats)
-    groups = _groups(chosen, batch_size)
+    check_prompts(target, chosen)
+    report = None
+    try:
+        with ScalarWriter(logdir) as writer:  # opened first: a folder that cannot be written must not cost a bench
+            measured = _measure(target, runs, chosen, sampling, repeats, batch_size, progress)
+            report = {"model": target.name, "device": environment.describe_device()}
+            report |= {"versions": environment.versions(), **measured.report()}
+            for repeat in range(repeats):
+                writer.write(repeat, measured.scalars(repeat))
+    except OSError as error:
+        if report is None:
+            raise
+        warnings.warn(f"the scalars could not be written to {logdir}: {error}", stacklevel=2)
+    return report
+
+
+def check_prompts(target: Any, prompts: Sequence[Prompt]) -> None:
+    """Raises ValueError naming category and place of the first prompt that `target` cannot continue."""
+    counts: dict[str, int] = {}
+    for prompt in prompts:
+        counts[prompt.category] = counts.get(prompt.category, 0) + 1
+        name = f"prompt {counts[prompt.category]} of category {prompt.category!r}"
+        try:
+            (ids,) = encode_prompts(target, [model_input(target, prompt)])
+        except ValueError as error:
+            raise ValueError(f"{name}: {str(error).removeprefix('prompt 0 ')}") from None
+        if len(ids) >= target.max_model_len:
+            raise ValueError(f"{name} fills the model's context of {target.max_model_len} tokens; shorten it")
+
+
+def _measure(
+    target: Any,
+    runs: list[Run],
+    prompts: Sequence[Prompt],
+    sampling: Any,
+    repeats: int,
+    batch_size: int,
+    progress: Progress | None,
+) -> _Measurements:
+    measured = _Measurements(runs, prompts, repeats)
+    groups = _groups(prompts, batch_size)
     total, done = repeats * len(groups) * len(runs), 0
     for repeat in range(repeats):
         for number, group in enumerate(groups):
             turn = number % len(runs)
             for run in runs[turn:] + runs[:turn]:
                 if progress is not None:
-                    progress(done, total, f"{run.label} on {chosen[group[0]].category}, repeat {repeat + 1}")
+                    progress(done, total, f"{run.label} on {prompts[group[0]].category}, repeat {repeat + 1}")
                 result = spec_jax.generate(
                     target,
-                    [model_input(target, chosen[index]) for index in group],
+                    [model_input(target, prompts[index]) for index in group],
                     speculative_config=run.config,
                     sampling=sampling,
                     verify_width=run.verify_width,
@@ -124,12 +165,7 @@ def run_bench(
                 done += 1
     if progress is not None:
         progress(done, total, "done")
-    report = {"model": target.name, "device": environment.describe_device(), "versions": environment.versions()}
-    report |= measured.report()
-    with ScalarWriter(logdir) as writer:
-        for repeat in range(repeats):
-            writer.write(repeat, measured.scalars(repeat))
-    return report
+    return measured
 
 
 def plan_runs(methods: Sequence[str], draft_model: Any, verify_width: int | None, exact: bool | None) -> list[Run]:

@@ -1,6 +1,7 @@
 """Chat templates: the Jinja programs inside checkpoints that turn messages into one prompt.
 
-A template is code from a downloaded file, so it runs in Jinja's immutable sandbox.
+A template is code from a downloaded file, so it runs in Jinja's immutable sandbox, and whatever exception it ends with
+is reported as the template's failure.
 """
 
 from __future__ import annotations
@@ -33,20 +34,22 @@ class ChatTemplate:
         environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
         try:
             self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
-            raise ValueError(f"the model's chat template does not compile: {error}") from None
+        except Exception as error:  # syntax errors, and what constant expressions and deep nesting end with
+            raise ValueError(f"the model's chat template does not compile: {_reason(error)}") from None
         self._variables = dict(variables)
 
     def render(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool) -> str:
-        """The prompt text. Raises ValueError with the template's own message where it rejects the conversation."""
+        """The prompt text. Raises ValueError if the template rejects the conversation, in its own words, or fails."""
         try:
             return self._template.render(
                 messages=[dict(message) for message in messages],
                 add_generation_prompt=add_generation_prompt,
                 **self._variables,
             )
-        except (jinja2.TemplateError, TypeError) as error:
-            raise ValueError(f"the model's chat template rejects these messages: {error}") from None
+        except jinja2.TemplateError as error:
+            raise ValueError(f"the model's chat template rejects these messages: {_reason(error)}") from None
+        except Exception as error:  # foreign code can divide by zero, recurse, look up what is not there, ...
+            raise ValueError(f"the model's chat template fails on these messages: {_reason(error)}") from None
 
 
 def check_messages(messages: Any):
@@ -60,6 +63,13 @@ def check_messages(messages: Any):
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
                 raise ValueError(f"{expected}; {key!r} of message {i} is {message.get(key)!r:.80}")
+
+
+def _reason(error: Exception) -> str:
+    text = " ".join(str(error).split())[:300]
+    if isinstance(error, jinja2.TemplateError) and text:
+        return text
+    return f"{type(error).__name__}{': ' if text else ''}{text}"
 
 
 def _raise(message: str):

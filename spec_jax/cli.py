@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,13 +19,25 @@ PIPE_WIDTH = 160
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns the exit status: 0, 1 (a check failed), 2 (bad input) or 130 (interrupted)."""
-    arguments = _parser().parse_args(argv)
+    """Runs one command and returns its exit status.
+
+    0; 1: a check failed; 2: bad input; 130: interrupted; 141: the reader of the output went away.
+    """
     try:
-        return arguments.run(arguments)
+        try:
+            arguments = _parser().parse_args(argv)
+            return arguments.run(arguments)
+        finally:  # here, where a closed pipe can still be told from a failure, and also for -h, which exits
+            if sys.stdout is not None:
+                sys.stdout.flush()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        # What is left in the buffer goes nowhere, or Python would report the closed pipe once more when it exits.
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -95,10 +109,17 @@ def _add_generate(commands: Any) -> None:
     sampling.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     sampling.add_argument("--n", type=int, default=1, help="samples (default: %(default)s)")
     sampling.add_argument("--ignore-eos", action="store_true", help="run on to --max-tokens")
-    sampling.add_argument("--stop-token-ids", type=int, nargs="+", metavar="ID")
+    sampling.add_argument("--stop-token-ids", type=_token_ids, metavar="ID,ID", help="end after any of these token ids")
     parser.add_argument(
         "--show-acceptance", action="store_true", help="mark which tokens were drafted and accepted in the text"
     )
+
+
+def _token_ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a comma-separated list of token ids, such as 0,2") from None
 
 
 def _add_bench(commands: Any) -> None:
@@ -346,7 +367,11 @@ def _print_json(report: dict[str, Any]) -> None:
 def _console(stderr: bool = True) -> Any:
     from rich.console import Console
 
-    console = Console(stderr=stderr)
+    class PipeConsole(Console):
+        def on_broken_pipe(self) -> None:
+            raise  # to `main`, instead of rich's own exit with status 1
+
+    console = PipeConsole(stderr=stderr)
     if not console.is_terminal:
         console.width = PIPE_WIDTH
     return console

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ RULES = ("coupled", "standard")
 WIDTHS = (4, 8, 16, 32, 64, 128)
 DEFAULT_TOKENS = {"none": 0, "ngram": 5, "draft_model": 4, "layer_skip": 4}
 MAX_SEED = 2**64 - 1
+MAX_LOOKUP = 64
 MAX_TEMPERATURE = 1e30
 """Logits divided by a temperature beyond it, or below its inverse, overflow float32."""
 
@@ -27,11 +29,18 @@ def nearest(name: str, allowed: Sequence[str]) -> str:
 
 
 def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _plain(value: Any) -> Any:
+    """NumPy's scalars as Python's, which hash and print alike; everything else as it is."""
+    if isinstance(value, (bool, int, float)):
+        return value
+    return int(value) if _is_int(value) else float(value) if isinstance(value, numbers.Real) else value
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and value == value
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -79,7 +88,7 @@ class SamplingParams:
             if name not in known:
                 raise ValueError(f"unknown sampling option {name!r}{nearest(name, known)}; known: {', '.join(known)}")
         for field in dataclasses.fields(type(self)):
-            object.__setattr__(self, field.name, fields.get(field.name, field.default))
+            object.__setattr__(self, field.name, _plain(fields.get(field.name, field.default)))
         self.__post_init__()
 
     def __post_init__(self):
@@ -146,6 +155,8 @@ class SpeculativeConfig:
     draft_layers: tuple[int, ...] | None = None
 
     def __post_init__(self):
+        for field in dataclasses.fields(self):
+            object.__setattr__(self, field.name, _plain(getattr(self, field.name)))
         if self.method not in METHODS:
             raise ValueError(f"method={self.method!r} is not known{nearest(str(self.method), METHODS)}; "
                              f"known methods: {', '.join(METHODS)}")  # fmt: skip
@@ -180,9 +191,9 @@ class SpeculativeConfig:
             shortest = self.prompt_lookup_min
             longest = longest if longest is not None else max(3, shortest) if _is_int(shortest) else 3
             shortest = shortest if shortest is not None else 1
-            if not (_is_int(longest) and _is_int(shortest) and 1 <= shortest <= longest):
+            if not (_is_int(longest) and _is_int(shortest) and 1 <= shortest <= longest <= MAX_LOOKUP):
                 raise ValueError(f"prompt_lookup_min={shortest!r} and prompt_lookup_max={longest!r} must be integers "
-                                 f"with 1 <= min <= max")  # fmt: skip
+                                 f"with 1 <= min <= max <= {MAX_LOOKUP}")  # fmt: skip
             object.__setattr__(self, "prompt_lookup_max", longest)
             object.__setattr__(self, "prompt_lookup_min", shortest)
         if self.method == "draft_model" and self.model is None:
@@ -215,7 +226,8 @@ def parse_speculative_config(value: Any) -> SpeculativeConfig:
         try:
             value = json.loads(value)
         except json.JSONDecodeError as error:
-            raise ValueError(f"speculative_config={value!r} is not JSON: {error}") from None
+            hint = f'; write {{"method": "{value}"}}' if value in METHODS else ""
+            raise ValueError(f"speculative_config={value!r} is not JSON: {error}{hint}") from None
     if not isinstance(value, Mapping):
         raise ValueError(f"speculative_config must be a dict, a JSON object or a SpeculativeConfig, not {value!r}")
     known = [f.name for f in dataclasses.fields(SpeculativeConfig)]

@@ -37,6 +37,7 @@ class Counters:
       accepted: int32 [batch], draft tokens accepted and emitted.
       histogram: int32 [batch, nodes + 1], steps with a draft by how many of its tokens were accepted.
       near_ties: int32 [batch], emitted tokens whose lead over the runner-up was below the near-tie bound.
+      broken: int32 [batch], emitted tokens that were chosen from logits that are not numbers.
     """
 
     steps: jax.Array
@@ -45,6 +46,7 @@ class Counters:
     accepted: jax.Array
     histogram: jax.Array
     near_ties: jax.Array
+    broken: jax.Array
 
 
 @flax.struct.dataclass
@@ -155,8 +157,8 @@ class Decoder:
 
     def no_counts(self, batch: int) -> Counters:
         """Counters at zero."""
-        zeros = [jnp.zeros(batch, jnp.int32) for _ in range(5)]
-        return Counters(*zeros[:4], jnp.zeros((batch, self.drafter.num_nodes + 1), jnp.int32), zeros[4])
+        zeros = [jnp.zeros(batch, jnp.int32) for _ in range(6)]
+        return Counters(*zeros[:4], jnp.zeros((batch, self.drafter.num_nodes + 1), jnp.int32), *zeros[4:])
 
     def for_prefill(self) -> Decoder:
         """The decoder whose `init` compiles to the same prefill, without what only matters afterwards.
@@ -164,7 +166,8 @@ class Decoder:
         Decoders that differ in width, rule or draft length share it, and so one compiled program; the counters of its
         state are to be replaced by `no_counts`.
         """
-        return dataclasses.replace(self, drafter=self.drafter.for_prefill(), width=128, rule="coupled")
+        drafter = self.drafter.for_prefill()
+        return dataclasses.replace(self, drafter=drafter, width=max(128, drafter.num_nodes + 1), rule="coupled")
 
     def run(self, params: Any, drafter_params: Any, state: DecodeState, max_steps: jax.Array) -> DecodeState:
         """Decodes until every row has ended or `max_steps` more steps are done. `state` may be donated."""
@@ -191,7 +194,9 @@ class Decoder:
         # computation whatever stands around it, which is what makes plain and speculative decoding bit-identical.
         nodes = self.drafter.num_nodes
         padding = jnp.zeros((last.shape[0], self.width - 1 - nodes), jnp.int32)
-        flight = jnp.concatenate([last[:, None], draft.tokens, padding], axis=1)
+        # A proposal outside the vocabulary is refused by every rule; fed as it is, JAX would clamp it in silence.
+        known = (draft.tokens >= 0) & (draft.tokens < self.vocab_size)
+        flight = jnp.concatenate([last[:, None], jnp.where(known, draft.tokens, 0), padding], axis=1)
         depth, ancestors, row_parents, chain = self._shape_of(draft)
         flight, cache = lax.optimization_barrier((flight, cache))
         out = self.module.apply(
@@ -280,6 +285,13 @@ class Decoder:
             rule=self.rule,
         )
         draft, drafter_state = self.drafter.propose(drafter_params, state.drafter, view)
+        for name, shape in (("tokens", (*last.shape, self.drafter.num_nodes)), ("count", last.shape)):
+            given = getattr(draft, name)
+            if given.shape != shape or not jnp.issubdtype(given.dtype, jnp.integer):
+                raise ValueError(
+                    f"{type(self.drafter).__name__}.propose returned Draft.{name} {given.dtype}{list(given.shape)}; "
+                    f"it must be int32{list(shape)}"
+                )
         # Verification always adds one token of its own, so a row with room for r tokens can use r - 1 drafts.
         real = self._acceptable(draft)
         count = jnp.where(state.live, jnp.clip(draft.count, 0, jnp.minimum(real, jnp.maximum(room - 1, 0))), 0)
@@ -288,11 +300,7 @@ class Decoder:
         if self.drafter.dynamic_tree or self.drafter.parents is not None:
             # In a tree the room bounds the depth, not the number of nodes; a run is cut when it is committed.
             count = jnp.where(state.live & (room > 1), jnp.clip(draft.count, 0, real), 0)
-        # A proposal outside the vocabulary must neither be fed (JAX would clamp it) nor accepted.
-        known = (draft.tokens >= 0) & (draft.tokens < self.vocab_size)
-        usable = jnp.cumprod((known | (jnp.arange(known.shape[1]) >= count[:, None])).astype(jnp.int32), axis=1)
-        count = jnp.minimum(count, usable.sum(axis=1))
-        return draft.replace(tokens=jnp.where(known, draft.tokens, 0), count=count), drafter_state
+        return draft.replace(count=count), drafter_state
 
     def _acceptable(self, draft: Draft):
         """How many nodes of a draft may be accepted at all: the auxiliary ones stand behind them."""
@@ -366,4 +374,5 @@ class Decoder:
             accepted=c.accepted + accepted,
             histogram=c.histogram.at[rows, accepted].add(drafted.astype(jnp.int32), mode="drop"),
             near_ties=c.near_ties + ((verdict.gaps < bound) & kept).sum(axis=1, dtype=jnp.int32),
+            broken=c.broken + (jnp.isnan(verdict.gaps) & kept).sum(axis=1, dtype=jnp.int32),
         )

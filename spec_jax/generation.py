@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 import os
 import secrets
 import time
@@ -15,7 +16,7 @@ import numpy as np
 
 from spec_jax import cache as kv
 from spec_jax.compilation import compiled
-from spec_jax.config import SamplingParams, SpeculativeConfig, choose_width, parse_speculative_config
+from spec_jax.config import RULES, SamplingParams, SpeculativeConfig, choose_width, parse_speculative_config
 from spec_jax.decode import CONTEXT, LENGTH, STOP, Decoder
 from spec_jax.drafting.base import NoDrafter
 from spec_jax.drafting.registry import build_drafter
@@ -26,6 +27,8 @@ from spec_jax.sampling import SamplingState
 REASONS = {STOP: "stop", LENGTH: "length", CONTEXT: "context"}
 MAX_BATCH = 64
 MIN_BLOCKS = 4
+MAX_CHUNK = 64
+ASSUMED_FREE = 4 << 30
 MAX_INT = np.iinfo(np.int32).max
 
 
@@ -70,7 +73,7 @@ def generate(
 
     num_nodes = drafter[0].num_nodes if drafter else config.num_speculative_tokens
     width = num_nodes + 1 if exact is False and width_asked is None else choose_width(num_nodes, width_asked)
-    rows = row_blocks(exact, batch, width)
+    rows = row_blocks(exact, batch, width, target.module)
     built = drafter if drafter else build_drafter(config, target, rows)
     decoder = _decoder(target, built[0], width, config.rule, rows)
 
@@ -117,7 +120,13 @@ def make_decoder(
     """
     drafter = NoDrafter() if drafter is None else drafter
     width = choose_width(drafter.num_nodes, verify_width)
-    decoder = _decoder(target, drafter, width, rejection_sample_method, row_blocks(exact, batch, width), prefill_chunk)
+    if rejection_sample_method not in RULES:
+        allowed = ", ".join(RULES)
+        raise ValueError(f"rejection_sample_method={rejection_sample_method!r} is not known; allowed: {allowed}")
+    if prefill_chunk is not None and (not isinstance(prefill_chunk, int) or prefill_chunk < 1):
+        raise ValueError(f"prefill_chunk={prefill_chunk!r} must be a positive integer, or None for the default")
+    rows = row_blocks(exact, batch, width, target.module)
+    decoder = _decoder(target, drafter, width, rejection_sample_method, rows, prefill_chunk)
     return decoder.init, decoder.run
 
 
@@ -138,6 +147,13 @@ def _check_config(value: Any, drafter: Any) -> SpeculativeConfig:
         return parse_speculative_config(value)
     if not (isinstance(drafter, tuple) and len(drafter) == 2 and hasattr(drafter[0], "propose")):
         raise ValueError(f"drafter must be a pair (drafter, its parameters), not {drafter!r}")
+    if isinstance(drafter[0], type):
+        raise ValueError(f"drafter must hold an instance, not the class {drafter[0].__name__}; call it")
+    try:
+        hash(drafter[0])
+    except TypeError:
+        name = type(drafter[0]).__name__
+        raise ValueError(f"drafter {name} is not hashable; make it a frozen dataclass without arrays") from None
     if isinstance(value, Mapping) and "method" not in value:
         value = {"method": "none", **value}
     config = parse_speculative_config(value)
@@ -154,6 +170,8 @@ def encode_prompts(target: Any, prompts: Any) -> list[list[int]]:
     if isinstance(prompts, Mapping) or not isinstance(prompts, Sequence):
         raise ValueError(f"prompts must be a string, a list of strings, of token-id lists or of conversations, "
                          f"not {type(prompts).__name__}")  # fmt: skip
+    if prompts and all(isinstance(p, (int, np.integer)) or isinstance(p, Mapping) for p in prompts):
+        raise ValueError("prompts is a single list of token ids or messages; wrap it in a list: [prompt]")
     ids = [_encode_prompt(target, index, prompt) for index, prompt in enumerate(prompts)]
     for index, prompt in enumerate(ids):
         if not prompt:
@@ -187,7 +205,7 @@ def _per_prompt(sampling: Any, count: int) -> list[SamplingParams]:
     def one(value):
         if value is None:
             return SamplingParams()
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
             return SamplingParams(**value)
         if not isinstance(value, SamplingParams):
             raise ValueError(f"sampling must be SamplingParams or a dict of its options, not {value!r}")
@@ -230,9 +248,9 @@ def seed_key(seed: int) -> np.ndarray:
 
 def _batch_size(target: Any, active: list[_Request], asked: int | None) -> int:
     if asked is not None:
-        if not isinstance(asked, int) or isinstance(asked, bool) or asked < 1:
+        if not isinstance(asked, numbers.Integral) or isinstance(asked, bool) or asked < 1:
             raise ValueError(f"max_batch_size={asked!r} must be a positive integer, or None to let memory decide")
-        return max(min(asked, len(active)), 1)
+        return max(min(int(asked), len(active)), 1)
     c = target.config
     longest = max((min(len(r.prompt) + r.params.max_tokens, target.max_model_len) for r in active), default=1)
     slot_bytes = 2 * c.num_layers * c.num_kv_heads * c.head_dim * jnp.dtype(target.module.dtype).itemsize
@@ -245,12 +263,15 @@ def _free_bytes() -> int:
     stats = jax.devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # not every system tells how much is free
+        return ASSUMED_FREE
 
 
 def _decoder(target, drafter, width, rule, rows, prefill_chunk=None) -> Decoder:
-    chunk = prefill_chunk or (rows.block if rows.canonical else None) or 64
-    return Decoder(target.module, drafter, target.vocab_size, width, rule, rows, min(chunk, 64))
+    chunk = prefill_chunk or min(rows.block or MAX_CHUNK, MAX_CHUNK)
+    return Decoder(target.module, drafter, target.vocab_size, width, rule, rows, chunk)
 
 
 def capacity_for(longest: int, width: int) -> int:
@@ -268,7 +289,7 @@ def sampling_state(requests: Sequence[_Request], batch: int) -> SamplingState:
     params = [r.params for r in requests]
     fill = batch - len(requests)
     stops = max((len(r.stop_ids) for r in requests), default=0)
-    stops = kv.round_up(max(stops, 1), 4)  # few different shapes, so that one more stop id does not recompile
+    stops = max(8, 1 << max(stops - 1, 0).bit_length())  # few shapes, so that one more stop id does not recompile
     stop_ids = np.full((batch, stops), -1, np.int32)
     for row, request in enumerate(requests):
         stop_ids[row, : len(request.stop_ids)] = request.stop_ids
@@ -285,14 +306,16 @@ def sampling_state(requests: Sequence[_Request], batch: int) -> SamplingState:
 
 def _decode_batch(target, decoder, drafter_params, group, batch):
     """Prefills and decodes one batch; returns the final state on the host and (compile, prefill, decode) seconds."""
-    lengths = np.array([len(r.prompt) for r in group] + [1] * (batch - len(group)), np.int32)
-    wanted = lengths + np.array([r.params.max_tokens for r in group] + [0] * (batch - len(group)), np.int32)
-    limit = np.minimum(wanted, target.max_model_len).astype(np.int32)
+    fill = batch - len(group)
+    lengths = np.array([len(r.prompt) for r in group] + [1] * fill, np.int32)
+    # In Python integers: a budget may be larger than an int32, the model's context is not.
+    wanted = [len(r.prompt) + r.params.max_tokens for r in group] + [1] * fill
+    limit = np.array([min(w, target.max_model_len) for w in wanted], np.int32)
     capacity = capacity_for(int(limit.max()), decoder.width)
     tokens = np.zeros((batch, capacity), np.int32)
     for row, request in enumerate(group):
         tokens[row, : len(request.prompt)] = request.prompt
-    reason = np.where(wanted > target.max_model_len, CONTEXT, LENGTH).astype(np.int32)
+    reason = np.array([CONTEXT if w > target.max_model_len else LENGTH for w in wanted], np.int32)
     arguments = (
         target.params,
         drafter_params,
@@ -314,6 +337,11 @@ def _decode_batch(target, decoder, drafter_params, group, batch):
 
 def _completion(target, request, host, row) -> Completion:
     tokens, length, finish, accepted, counters = host
+    if counters.broken[row]:
+        raise ValueError(
+            f"{target.name} gave logits that are not numbers for prompt {request.prompt_index}; its weights are "
+            f"damaged or overflow in {target.module.dtype}"
+        )
     new = slice(len(request.prompt), int(length[row]))
     ids = tokens[row, new].tolist()
     reason = REASONS[int(finish[row])]

@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 _CHUNK = 1 << 20
-_REPO_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_REPO_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _REPO_FILES = ["*.json", "*.safetensors", "*.jinja"]
 
 
@@ -70,9 +70,15 @@ HUB = {
 def cache_folder() -> Path:
     """`$SPEC_JAX_CACHE`, else `$XDG_CACHE_HOME/spec_jax`, else `~/.cache/spec_jax`; it need not exist yet."""
     if own := os.environ.get("SPEC_JAX_CACHE"):
-        return Path(own).expanduser()
-    shared = os.environ.get("XDG_CACHE_HOME")
-    return (Path(shared).expanduser() if shared else Path.home() / ".cache") / "spec_jax"
+        return _expanded(own)
+    return _expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "spec_jax"
+
+
+def _expanded(text: str) -> Path:
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:  # no such user, or no home folder
+        raise ValueError(f"{text}: {error}") from None
 
 
 def find_model(name: str | os.PathLike[str]) -> Path:
@@ -94,7 +100,7 @@ def find_model(name: str | os.PathLike[str]) -> Path:
         raise ValueError(f"model name {name!r} must be a non-empty string; known models: {', '.join(HUB)}")
     if text in HUB:
         return _cached(HUB[text])
-    path = Path(text).expanduser()
+    path = _expanded(text)
     if path.is_dir():
         return path
     if path.is_file():
@@ -103,11 +109,11 @@ def find_model(name: str | os.PathLike[str]) -> Path:
         return path
     if path.suffix == ".gguf":
         raise ValueError(f"there is no file {text}")
-    near = difflib.get_close_matches(text.lower(), HUB, n=1, cutoff=0.7)
-    if near:
-        raise ValueError(f"unknown model {text!r}; did you mean {near[0]!r}?")
     if _REPO_ID.fullmatch(text):
         return _fetch_repo(text)
+    near = _near(text)
+    if near:
+        raise ValueError(f"unknown model {text!r}; did you mean {near!r}?")
     raise ValueError(
         f"unknown model {text!r}; give one of {', '.join(HUB)}, an existing checkpoint folder or .gguf file,"
         " or a Hugging Face repository id like 'owner/name'"
@@ -117,11 +123,18 @@ def find_model(name: str | os.PathLike[str]) -> Path:
 # --- Hugging Face repositories ----------------------------------------------------------------------------------------
 
 
+def _near(name: str) -> str | None:
+    """The built-in name that `name` is probably a misspelling of; a repository id is compared without its owner."""
+    return next(iter(difflib.get_close_matches(name.lower().rpartition("/")[2], HUB, n=1, cutoff=0.7)), None)
+
+
 def _fetch_repo(repo_id: str) -> Path:
+    near = _near(repo_id)
+    hint = "" if near is None else f". A built-in model has a similar name: {near!r}"
     if importlib.util.find_spec("huggingface_hub") is None:
         raise ValueError(
             f"there is no folder {repo_id!r}; to fetch it as a Hugging Face repository, install huggingface_hub"
-            " (pip install huggingface_hub)"
+            f" (pip install huggingface_hub){hint}"
         )
     import huggingface_hub
 
@@ -133,7 +146,7 @@ def _fetch_repo(repo_id: str) -> Path:
         reason = " ".join(str(error).split())[:300].rstrip(".")
         raise ConnectionError(
             f"there is no folder {repo_id!r}, and fetching it as a Hugging Face repository failed: {reason}."
-            " Check the name and the network, or download the repository elsewhere and give its folder"
+            f" Check the name and the network, or download the repository elsewhere and give its folder{hint}"
         ) from None
 
 

@@ -21,8 +21,8 @@ class Stats:
       num_accepted_tokens: draft tokens accepted and emitted.
       num_emitted_tokens: tokens returned.
       acceptance_histogram: drafts by the number of their tokens accepted, index 0..K.
-      near_ties: emitted tokens whose lead over the runner-up was below `verify.NEAR_TIE`: the only places where text
-        may differ between programs whose logits are not bit-identical.
+      near_ties: emitted tokens whose lead over the runner-up was below `verify.NEAR_TIE`: where greedy text may differ
+        between programs whose logits are not bit-identical. Sampled rows under `standard` are not counted.
       compile_seconds, prefill_seconds, decode_seconds: wall clock of the call; 0 for a single sequence.
     """
 

@@ -117,7 +117,7 @@ def top_two_gap(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The index of the largest score (ties: the lowest index) and its lead over the runner-up. scores [vocab]."""
     best = jnp.argmax(scores).astype(jnp.int32)
     rest = jnp.where(jnp.arange(scores.shape[0]) == best, -jnp.inf, scores)
-    return best, scores[best] - rest.max()
+    return best, jnp.where(jnp.isnan(scores).any(), jnp.nan, scores[best] - rest.max())
 
 
 def choose_tokens(
@@ -130,7 +130,8 @@ def choose_tokens(
       positions: int32 [batch, width], absolute positions of the tokens to choose; they key the noise.
 
     Returns:
-      tokens int32 [batch, width] and gaps float32 [batch, width], the lead of the choice over the runner-up.
+      tokens int32 [batch, width] and gaps float32 [batch, width], the lead of the choice over the runner-up in units of
+      the logits, NaN where the logits are.
     """
     batch, width, vocab = logits.shape
     s = sampling
@@ -138,7 +139,8 @@ def choose_tokens(
     def one(row, logits, position):
         def sample():
             scores = process(logits, s.temperature[row], s.top_k[row], s.top_p[row], s.min_p[row], vocab_size)
-            return top_two_gap(scores + gumbel(s.key[row], position, purpose, vocab))
+            token, gap = top_two_gap(scores + gumbel(s.key[row], position, purpose, vocab))
+            return token, gap * s.temperature[row]
 
         return lax.cond(s.temperature[row] > 0, sample, lambda: top_two_gap(mask_padding(logits, vocab_size)))
 

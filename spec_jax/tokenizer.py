@@ -8,7 +8,6 @@ alike, as they do in Hugging Face's tokenizers: text from strangers should be fi
 from __future__ import annotations
 
 import functools
-import json
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
+from spec_jax import fields
 from spec_jax.chat_template import ChatTemplate, check_messages
 
 # Ids that end a text although no metadata may say so: end-of-text tokens wherever they are special tokens of the
@@ -33,7 +33,8 @@ class Tokenizer:
       bos_token: beginning-of-text token, or None.
       eos_tokens: tokens that the tokenizer's own files call end of text or end of turn.
       add_bos: whether `encode` puts `bos_token` in front where the backend does not do so itself.
-      chat_template: a Jinja template, or None.
+      chat_template: a Jinja template, or None. One that does not compile is a warning, and an error only where a
+        conversation is to be rendered: plain prompts and token ids need no template.
       vocab_size: ids 0..vocab_size-1 exist; by default the highest id of the backend + 1.
 
     Attributes:
@@ -56,7 +57,9 @@ class Tokenizer:
         backend.no_truncation()  # some published files cut at 512 tokens or pad, which is for training
         backend.no_padding()
         self._backend = backend
-        self.vocab_size = vocab_size or max(backend.get_vocab(with_added_tokens=True).values()) + 1
+        self.vocab_size = vocab_size or max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        if self.vocab_size < 1:
+            raise ValueError("the tokenizer has no tokens")
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.bos_token_id = None if bos_token is None else backend.token_to_id(bos_token)
@@ -66,7 +69,13 @@ class Tokenizer:
         self.eos_token_ids = tuple(sorted(ids))
         self._add_bos = add_bos and self.bos_token_id is not None
         variables = {"bos_token": bos_token or "", "eos_token": eos_tokens[0] if eos_tokens else ""}
-        self._template = None if chat_template is None else ChatTemplate(chat_template, variables)
+        self._template, self._no_template = None, "this model has no chat template"
+        if chat_template is not None:
+            try:
+                self._template = ChatTemplate(chat_template, variables)
+            except ValueError as error:
+                self._no_template = str(error)
+                warnings.warn(f"{error}; the model takes plain prompts and token ids only", stacklevel=3)
 
     @property
     def has_chat_template(self) -> bool:
@@ -105,7 +114,7 @@ class Tokenizer:
           add_generation_prompt: whether to end with the header of an assistant turn.
 
         Raises ValueError if the model has no chat template, a message is malformed, or the template rejects the
-        conversation (for example two user turns in a row).
+        conversation (for example two user turns in a row), fails on it or does not compile.
         """
         return self._encode(self.render_chat(messages, add_generation_prompt), add_special_tokens=False)
 
@@ -113,7 +122,7 @@ class Tokenizer:
         """The text that `apply_chat_template` encodes."""
         check_messages(messages)
         if self._template is None:
-            raise ValueError("this model has no chat template; give the prompt as a str or as token ids")
+            raise ValueError(f"{self._no_template}; give the prompt as a str or as token ids")
         return self._template.render(messages, add_generation_prompt)
 
     def token_to_id(self, token: str) -> int | None:
@@ -147,30 +156,42 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer | None:
     except Exception as error:  # the package raises bare Exception
         raise ValueError(f"{path} cannot be read: {error}") from None
     config_path, template_path = folder / "tokenizer_config.json", folder / "chat_template.jinja"
-    config: dict[str, Any] = {}
-    if config_path.exists():
-        try:
-            config = json.loads(config_path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{config_path} is not valid JSON: {error}") from None
-    template = config.get("chat_template")
-    if isinstance(template, list):  # several named templates
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    config = fields.read_json(config_path) if config_path.exists() else {}
     if template_path.exists():
-        template = template_path.read_text(encoding="utf-8")
-    eos = _token_text(config.get("eos_token"))
+        try:
+            template = template_path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{template_path} is not UTF-8 text (byte {error.start})") from None
+    else:
+        template = _template_text(config, str(config_path))
+    eos = _token_text(config, "eos_token", str(config_path))
     return Tokenizer(
         backend,
-        bos_token=_token_text(config.get("bos_token")),
+        bos_token=_token_text(config, "bos_token", str(config_path)),
         eos_tokens=() if eos is None else (eos,),
-        add_bos=config.get("add_bos_token") is True,
+        add_bos=fields.get(config, "add_bos_token", bool, False, where=str(config_path)),
         chat_template=template,
     )
 
 
-def _token_text(entry: Any) -> str | None:
-    """A token in `tokenizer_config.json` is a string or a dict that describes it."""
-    return entry.get("content") if isinstance(entry, Mapping) else entry
+def _template_text(config: Mapping[str, Any], where: str) -> str | None:
+    """The `chat_template` of `tokenizer_config.json`: a string, or a list of named ones of which "default" counts."""
+    entry = config.get("chat_template")
+    if not isinstance(entry, list):
+        return fields.get(config, "chat_template", str, where=where)
+    named = {}
+    for item in entry:
+        if not isinstance(item, dict) or not all(isinstance(item.get(key), str) for key in ("name", "template")):
+            raise fields.wrong("an entry of chat_template", item, "an object with the strings name and template", where)
+        named[item["name"]] = item["template"]
+    return named.get("default")
+
+
+def _token_text(config: Mapping[str, Any], key: str, where: str) -> str | None:
+    """A token in `tokenizer_config.json` is a string or an object that describes it."""
+    if isinstance(config.get(key), dict):
+        return fields.get(config[key], "content", str, where=f"{where}: {key}")
+    return fields.get(config, key, str, where=where)
 
 
 # --- GGUF -------------------------------------------------------------------------------------------------------------
@@ -200,10 +221,14 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], where: str) -> Tokenizer | 
       metadata: all keys of the file.
       where: the file's name, for messages.
     """
-    kind = metadata.get("tokenizer.ggml.model")
+
+    def get(key: str, kind: Any, default: Any = None) -> Any:
+        return fields.get(metadata, key, kind, default, where=where)
+
+    kind = get("tokenizer.ggml.model", str)
     if kind is None:
         return None
-    pre = metadata.get("tokenizer.ggml.pre")
+    pre = get("tokenizer.ggml.pre", str)
     if kind != "gpt2" or (pre is not None and pre not in PRE_TOKENIZERS):
         name = f"tokenizer model {kind!r}" if kind != "gpt2" else f"pre-tokenizer {pre!r}"
         known = "'gpt2'" if kind != "gpt2" else ", ".join(PRE_TOKENIZERS)
@@ -219,7 +244,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], where: str) -> Tokenizer | 
         pre = "gpt-2"
     tokens, types = _vocabulary(metadata, where)
     merges = []
-    for merge in metadata.get("tokenizer.ggml.merges", ()):
+    for merge in get("tokenizer.ggml.merges", list[str], ()):
         left, _, right = merge.partition(" ")
         merges.append((left, right))
     vocabulary = {token: i for i, token in enumerate(tokens)}
@@ -237,23 +262,23 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], where: str) -> Tokenizer | 
     backend.add_tokens([AddedToken(token, normalized=False) for token in by_type[_USER_DEFINED]])
 
     def token(key: str) -> str | None:
-        index = metadata.get(f"tokenizer.ggml.{key}_token_id")
-        return tokens[index] if index is not None and index < len(tokens) else None
+        index = get(f"tokenizer.ggml.{key}_token_id", int)
+        return tokens[index] if index is not None and 0 <= index < len(tokens) else None
 
     return Tokenizer(
         backend,
         bos_token=token("bos"),
         eos_tokens=[name for name in map(token, ("eos", "eot", "eom")) if name is not None],
-        add_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", pre in _LLAMA3_NAMES)),
-        chat_template=metadata.get("tokenizer.chat_template"),
+        add_bos=get("tokenizer.ggml.add_bos_token", bool, pre in _LLAMA3_NAMES),
+        chat_template=get("tokenizer.chat_template", str),
         vocab_size=len(tokens),
     )
 
 
 def _vocabulary(metadata: Mapping[str, Any], where: str) -> tuple[list[str], list[int]]:
     """Tokens and their types, without the `[PAD...]` entries that converters append up to the embedding's rows."""
-    tokens = list(metadata.get("tokenizer.ggml.tokens", ()))
-    types = list(metadata.get("tokenizer.ggml.token_type", [1] * len(tokens)))
+    tokens = list(fields.get(metadata, "tokenizer.ggml.tokens", list[str], (), where))
+    types = list(fields.get(metadata, "tokenizer.ggml.token_type", list[int], [1] * len(tokens), where))
     if len(tokens) != len(types):
         raise ValueError(f"{where} is damaged: {len(tokens)} tokens but {len(types)} token types")
     while tokens and types[-1] == _UNUSED and tokens[-1].startswith("[PAD"):

@@ -19,7 +19,9 @@ from spec_jax.sampling import SamplingState
 
 NEAR_TIE = {"float32": 2e-4, "bfloat16": 1.5}
 """Lead of the chosen token under which a choice counts as a near-tie: twice the largest difference measured between
-the logits of one token at different row counts (SmolLM2-135M, CPU: 8e-5 in float32, 0.75 in bfloat16)."""
+the logits of one token at different row counts (SmolLM2-135M, CPU: 8e-5 in float32, 0.75 in bfloat16). A sampled
+choice is judged by its lead in logits, that is times the temperature; tokens at the edge of a filter, and sampled rows
+under `standard`, are not judged."""
 
 
 @flax.struct.dataclass
@@ -56,7 +58,7 @@ def verify(
     Args:
       rule: "coupled" (greedy where the temperature is 0) or "standard".
       logits: float32 [batch, width, vocab] of the rows in flight; row 0 follows the last committed token.
-      draft: the proposals; node i is row i + 1.
+      draft: the proposals; node i is row i + 1. Ids outside the vocabulary are refused.
       row_parents: int32 [batch, nodes], the row that each node is a child of.
       depth: int32 [batch, width] depth of every row.
       chain: whether the nodes that can be accepted form a chain in rows 1, 2, ...
@@ -71,7 +73,9 @@ def verify(
     if rule not in ("standard", "coupled"):
         raise ValueError(f"rule={rule!r} is not known; allowed: coupled, standard")
     nodes = draft.tokens.shape[1]
-    valid = jnp.arange(nodes)[None] < draft.count[:, None]
+    # A token outside the vocabulary is a draft like any other whose target probability is zero.
+    known = (draft.tokens >= 0) & (draft.tokens < vocab_size)
+    valid = (jnp.arange(nodes)[None] < draft.count[:, None]) & known
     if draft.auxiliary is not None:
         valid = valid & ~draft.auxiliary
     if rule == "coupled" or nodes == 0:

@@ -2,9 +2,6 @@
 
 from types import SimpleNamespace
 
-import pytest
-
-import spec_jax
 from spec_jax.metrics import Stats
 
 
@@ -24,7 +21,7 @@ class FakeCore:
     """Records every call of `generate` and answers it with `output` and the speeds in `tokens_per_second`."""
 
     def __init__(self):
-        self.target = SimpleNamespace(name="fake", tokenizer=ByteTokenizer())
+        self.target = SimpleNamespace(name="fake", tokenizer=ByteTokenizer(), vocab_size=256, max_model_len=4096)
         self.calls = []
         self.tokens_per_second = {"plain W=1": 20.0, "plain": 10.0}
         self.default_speed = 40.0
@@ -81,12 +78,3 @@ class FakeCore:
         if isinstance(call.config, str) or call.config["method"] != "none":
             return call.config if isinstance(call.config, str) else call.config["method"]
         return "plain W=1" if call.verify_width == 1 else "plain"
-
-
-@pytest.fixture
-def core(monkeypatch):
-    """A `FakeCore` in place of `spec_jax.load_model` and `spec_jax.generate`."""
-    fake = FakeCore()
-    monkeypatch.setitem(vars(spec_jax), "load_model", fake.load_model)
-    monkeypatch.setitem(vars(spec_jax), "generate", fake.generate)
-    return fake

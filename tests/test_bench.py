@@ -13,8 +13,6 @@ from rich.console import Console
 from spec_jax import bench, doctor
 from spec_jax.prompts import Prompt
 
-pytest_plugins = ["fake_core"]
-
 
 def prompt(category, text):
     return Prompt(category, ({"role": "user", "content": text},))
@@ -179,6 +177,37 @@ def test_a_model_without_tokenizer_is_refused(core):
     core.target.tokenizer = None
     with pytest.raises(ValueError, match="'fake' has no tokenizer"):
         run(core)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x" * 41, "prompt 2 of category 'chat': has 41 tokens, more than the model's context of 40"),
+        ("x" * 40, "prompt 2 of category 'chat' fills the model's context of 40 tokens"),
+        ("", "prompt 2 of category 'chat': is empty"),
+    ],
+)
+def test_a_prompt_that_cannot_be_continued_is_named_before_the_first_run(core, text, message):
+    core.target.max_model_len = 40
+    with pytest.raises(ValueError, match=message):
+        run(core, prompts=[*PROMPTS[:2], prompt("chat", text)])
+    assert core.calls == []
+
+
+def test_a_logdir_that_cannot_be_written_is_found_before_the_first_run(core, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        run(core, logdir=tmp_path / "file" / "logs")
+    assert core.calls == []
+
+
+def test_a_disk_that_fills_up_does_not_cost_the_report(core, tmp_path, monkeypatch):
+    def full(self, step, scalars):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(bench.ScalarWriter, "write", full)
+    with pytest.warns(UserWarning, match="could not be written to .*No space left"):
+        assert run(core, logdir=tmp_path)["rows"]
 
 
 def test_table_shows_every_row(core):

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 import spec_jax
 from spec_jax import acceptance_view, cli, doctor
 
-pytest_plugins = ["fake_core"]
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
@@ -53,7 +54,7 @@ def test_generate_json_is_one_object(core, capsys):
 def test_generate_passes_options_on(core):
     command = "generate hi --method layer_skip --num-speculative-tokens 3 --rule coupled --verify-width 16 --exact"
     sampling = "--max-tokens 9 --temperature 0.5 --top-k 4 --top-p 0.9 --min-p 0.1 --seed 7 --n 2"
-    stopping = "--ignore-eos --stop-token-ids 1 2"
+    stopping = "--ignore-eos --stop-token-ids 1,2"
     assert cli.main([*command.split(), *sampling.split(), *stopping.split()]) == 0
     (call,) = core.calls
     assert call.config == {"method": "layer_skip", "num_speculative_tokens": 3, "rejection_sample_method": "coupled"}
@@ -61,6 +62,32 @@ def test_generate_passes_options_on(core):
     asked = call.sampling
     assert (asked.max_tokens, asked.temperature, asked.top_k, asked.top_p, asked.min_p) == (9, 0.5, 4, 0.9, 0.1)
     assert (asked.seed, asked.n, asked.ignore_eos, list(asked.stop_token_ids)) == (7, 2, True, [1, 2])
+
+
+def test_options_with_values_leave_the_prompt_alone(core):
+    assert cli.main(["generate", "--stop-token-ids", "2", "hi"]) == 0
+    assert core.calls[0].prompts == ["hi"] and list(core.calls[0].sampling.stop_token_ids) == [2]
+
+
+@pytest.mark.parametrize("value", ["x", "1,", "", "1 2", "1.5"])
+def test_stop_token_ids_that_are_no_list_of_ids(core, value, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["generate", "hi", "--stop-token-ids", value])
+    assert stop.value.code == 2
+    assert f"{value!r} is not a comma-separated list of token ids, such as 0,2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["models", "--json"], ["models"], ["-h"], ["--version"]])
+def test_a_reader_that_goes_away_is_no_error(arguments):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "spec_jax", *arguments]
+    try:
+        found = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False)
+    finally:
+        os.close(writer)
+    assert found.returncode in (0, 141)  # argparse itself swallows the error where output is not buffered
+    assert found.stderr == ""
 
 
 def test_generate_takes_the_whole_config_as_json(core):
@@ -192,9 +219,8 @@ def test_show_acceptance_without_colour_uses_brackets(core, capsys):
 
 
 def test_module_can_be_run():
-    root = Path(__file__).parents[1]
     found = subprocess.run(
-        [sys.executable, "-m", "spec_jax", "generate"], capture_output=True, text=True, cwd=root, check=False
+        [sys.executable, "-m", "spec_jax", "generate"], capture_output=True, text=True, cwd=ROOT, check=False
     )
     assert found.returncode == 2
     assert "the following arguments are required: PROMPT" in found.stderr

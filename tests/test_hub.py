@@ -298,6 +298,24 @@ def test_near_misses_are_suggested(name):
         hub.find_model(name)
 
 
+def test_a_repository_id_that_resembles_a_built_in_name_is_fetched(monkeypatch, tmp_path):
+    name = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    with monkeypatch.context() as patch:
+        patch.setattr(hub, "_fetch_repo", lambda repo_id: tmp_path / repo_id)
+        assert hub.find_model(name) == tmp_path / name
+    monkeypatch.setattr(hub.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="install huggingface_hub.*similar name: 'smollm2-135m-instruct'"):
+        hub.find_model(name)
+
+
+def test_unknown_users_are_value_errors(monkeypatch):
+    with pytest.raises(ValueError, match="~nosuchuser/x"):
+        hub.find_model("~nosuchuser/x")
+    monkeypatch.setenv("SPEC_JAX_CACHE", "~nosuchuser/cache")
+    with pytest.raises(ValueError, match="~nosuchuser/cache"):
+        hub.cache_folder()
+
+
 @pytest.mark.parametrize("name", ["llama", "a/b/c", "with space"])
 def test_unknown_names_list_what_is_known(name):
     with pytest.raises(ValueError, match=f"unknown model '{name}'; give one of smollm2-135m-instruct"):

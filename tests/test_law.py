@@ -3,15 +3,20 @@
 Guards B04 (a draft judged by a law it was not drawn from), B08 and B26 (options applied to some tokens only).
 """
 
+import dataclasses
 import functools
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy import stats
 from tiny import markov, random_table, script
 
 from spec_jax.config import SamplingParams
+from spec_jax.drafting.base import BaseDrafter, Draft, DraftProbs
 from spec_jax.generation import generate
+from spec_jax.sampling import noise_key
 
 SAMPLES, BATCH = 20_000, 5_000
 VOCAB, FIRST = 5, 1
@@ -162,3 +167,31 @@ def test_script_accepts_by_the_target_probability_under_standard():
     accepted = sum(s.accepted[0] for s in result.sequences) / SAMPLES
     assert accepted == pytest.approx(TARGET_TABLE[FIRST, proposal], abs=0.015)
     assert chi_square(result.sequences, outputs_law(TARGET_TABLE)) > 1e-4
+
+
+@dataclasses.dataclass(frozen=True)
+class PaddedDrafter(BaseDrafter):
+    """Samples from a law that puts half of its mass on an id outside the target's vocabulary."""
+
+    num_nodes: int = 2
+
+    def propose(self, params, state, view):
+        batch = view.length.shape[0]
+        coin = jax.vmap(lambda key, at: jax.random.uniform(noise_key(key, at, 99), (2,)))(
+            view.sampling.key, view.length
+        )
+        tokens = jnp.where(coin < 0.5, VOCAB + 1, 2)
+        probs = jnp.broadcast_to(jnp.zeros(VOCAB + 3).at[jnp.array([2, VOCAB + 1])].set(0.5), (batch, 2, VOCAB + 3))
+        return Draft(tokens, jnp.full(batch, 2, jnp.int32), DraftProbs(probs)), state
+
+
+def test_a_draft_outside_the_vocabulary_is_refused_by_the_rule_not_dropped():
+    """Dropping it would draw the next token from p where the rule wants the residual."""
+    target = markov(TARGET_TABLE, pad_vocab=3)
+    params = SamplingParams(max_tokens=3, n=SAMPLES, seed=7, temperature=1.0)
+    drafter = (PaddedDrafter(), ())
+    config = {"rejection_sample_method": "standard"}
+    result = generate(target, [[FIRST]], config, params, max_batch_size=BATCH, drafter=drafter)
+    assert max(max(s.token_ids) for s in result.sequences) < VOCAB
+    assert chi_square(result.sequences, outputs_law(TARGET_TABLE)) > 1e-4
+    assert result.stats.num_accepted_tokens > 0

@@ -11,7 +11,7 @@ import jax
 import pytest
 import tiny
 
-from spec_jax.config import SpeculativeConfig, choose_width
+from spec_jax.config import SamplingParams, SpeculativeConfig, choose_width
 from spec_jax.drafting.layer_skip import LayerSkipDrafter
 from spec_jax.generation import generate
 
@@ -283,3 +283,23 @@ def test_the_width_holds_the_drafts_and_the_last_token():
         choose_width(4, 4)
     with pytest.raises(ValueError, match="verify_width=4 cannot hold 4 draft tokens"):
         generate(tiny.tiny(), prompts(), {"method": "ngram", "num_speculative_tokens": 4}, verify_width=4)
+
+
+@pytest.mark.parametrize("budget", [2**31 - 1, 2**31, 10**12])
+def test_a_budget_beyond_32_bits_runs_to_the_end_of_the_context(budget):
+    model = tiny.tiny(context=64)
+    sequence = generate(model, [[1, 2, 3]], None, SamplingParams(max_tokens=budget)).sequences[0]
+    assert (len(sequence.token_ids), sequence.finish_reason) == (61, "context")
+
+
+def test_logits_that_are_not_numbers_are_an_error_not_a_text():
+    model = tiny.tiny(context=64)
+    broken = dict(model.params, final_norm=model.params["final_norm"] * float("nan"))
+    with pytest.raises(ValueError, match="not numbers"):
+        generate(dataclasses.replace(model, params=broken), [[1, 2, 3]], None, SamplingParams(max_tokens=4))
+
+
+@pytest.mark.parametrize("prompts", [[1, 2, 3], [{"role": "user", "content": "hi"}]], ids=["ids", "messages"])
+def test_a_single_prompt_outside_a_list_gets_the_fix_named(prompts):
+    with pytest.raises(ValueError, match="wrap it in a list"):
+        generate(tiny.tiny(), prompts)

@@ -217,10 +217,36 @@ def test_template_helpers():
 def test_template_errors_are_one_clear_line():
     with pytest.raises(ValueError, match="rejects these messages: roles must alternate"):
         template("{{ raise_exception('roles must alternate') }}").render_chat(HELLO)
-    with pytest.raises(ValueError, match="does not compile"):
-        template("{% for %}")
     with pytest.raises(ValueError, match="no chat template"):
         template(None).apply_chat_template(HELLO)
+
+
+@pytest.mark.parametrize(
+    "source, reason",
+    [
+        ("{{ 1/0 }}", "ZeroDivisionError: division by zero"),
+        ("{% for i in range(10**9) %}{% endfor %}", "[Rr]ange"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+        ("{{ 'x'.encode('zz') }}", "LookupError: unknown encoding: zz"),
+        ("{{ 'x'.index('zzz') }}", "ValueError: substring not found"),
+        ("{{ messages[0].content + 1 }}", "TypeError"),
+        ("{{ strftime_now(5) }}", "TypeError"),
+        ("{{ raise_exception('') }}", "TemplateError"),
+    ],
+)
+def test_whatever_a_template_does_wrong_is_a_value_error(source, reason):
+    with pytest.raises(ValueError, match=f"chat template (fails on|rejects) these messages: .*{reason}"):
+        template(source).render_chat(HELLO)
+
+
+@pytest.mark.parametrize("source", ["{% for %}", "{% endif %}", "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}"])
+def test_a_template_that_does_not_compile_leaves_plain_prompts(source):
+    with pytest.warns(UserWarning, match="does not compile.*plain prompts"):
+        tokenizer = template(source + "<|im_end|>")
+    assert not tokenizer.has_chat_template
+    assert tokenizer.decode(tokenizer.encode("the cat")) == "the cat"
+    with pytest.raises(ValueError, match="chat template does not compile"):
+        tokenizer.apply_chat_template(HELLO)
 
 
 def test_template_is_sandboxed():
@@ -298,6 +324,63 @@ def test_damaged_files(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match="tokenizer.json cannot be read"):
         tokenizer_from_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        ([1], "must hold a JSON object, not list"),
+        ({"chat_template": 5}, "chat_template=5 must be a string"),
+        ({"chat_template": [{"template": "t"}]}, "an entry of chat_template={'template': 't'} must be an object"),
+        ({"chat_template": [5]}, "an entry of chat_template=5 must be an object"),
+        ({"chat_template": [{"name": [], "template": "t"}]}, "an entry of chat_template"),
+        ({"eos_token": 5}, "eos_token=5 must be a string"),
+        ({"bos_token": ["x"]}, r"bos_token=\['x'\] must be a string"),
+        ({"bos_token": {"content": 5}}, "bos_token: content=5 must be a string"),
+        ({"add_bos_token": "yes"}, "add_bos_token='yes' must be true or false"),
+    ],
+)
+def test_malformed_tokenizer_configs(config, message, tmp_path):
+    write_tokenizer(tmp_path, config)
+    with pytest.raises(ValueError, match=f"tokenizer_config.json:? {message}"):
+        tokenizer_from_folder(tmp_path)
+
+
+def test_null_is_absent_in_a_tokenizer_config(tmp_path):
+    write_tokenizer(tmp_path, dict.fromkeys(["chat_template", "eos_token", "bos_token", "add_bos_token"]))
+    tokenizer = tokenizer_from_folder(tmp_path)
+    assert (tokenizer.has_chat_template, tokenizer.bos_token_id, tokenizer.eos_token_ids) == (False, None, (0,))
+
+
+def test_a_template_file_that_is_no_text(tmp_path):
+    write_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="chat_template.jinja is not UTF-8 text"):
+        tokenizer_from_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"tokens": [1, 2]}, r"tokenizer.ggml.tokens=\[1, 2\] must be a list of strings"),
+        ({"tokens": 5}, "tokenizer.ggml.tokens=5 must be a list of strings"),
+        ({"tokens": [], "token_type": [], "merges": []}, "no tokens"),
+        ({"token_type": ["x"]}, "token_type=.* must be a list of integers"),
+        ({"merges": [1]}, "merges=.* must be a list of strings"),
+        ({"eos_token_id": "x"}, "eos_token_id='x' must be an integer"),
+        ({"add_bos_token": "x"}, "add_bos_token='x' must be true or false"),
+        ({"model": 5}, "model=5 must be a string"),
+    ],
+)
+def test_malformed_metadata(changes, message):
+    with pytest.raises(ValueError, match=message):
+        build(**changes)
+    with pytest.raises(ValueError, match="toy: tokenizer.chat_template=5 must be a string"):
+        template(5)
+
+
+def test_a_negative_id_is_no_token():
+    assert build(bos_token_id=-1).bos_token_id is None
 
 
 def test_encode_takes_text_only():

@@ -183,8 +183,8 @@ def truncated(model: Model, layers: tuple[int, ...]) -> Model:
 
 def decoder_of(model: Model, drafter, batch: int, width: int = 8, rule: str = "coupled") -> Decoder:
     """The decoder that `generate` would use, so that both share their compiled programs."""
-    rows = row_blocks(None, batch, width)
-    return Decoder(model.module, drafter, model.vocab_size, width, rule, rows, rows.block)
+    rows = row_blocks(None, batch, width, model.module)
+    return Decoder(model.module, drafter, model.vocab_size, width, rule, rows, min(rows.block, 64))
 
 
 def greedy_state(batch: int) -> SamplingState:

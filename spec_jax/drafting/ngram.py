@@ -34,7 +34,7 @@ def lookup(
     # matched[b, i]: how many tokens ending at i equal the suffix, counted back from the last committed token.
     matched = jnp.zeros((batch, capacity), jnp.int32)
     running = index[None] < length[:, None] - 1  # the suffix itself is no match
-    for back in range(longest):
+    for back in range(min(longest, capacity)):  # no suffix is longer than the text
         at = length - 1 - back
         want = jnp.take_along_axis(tokens, jnp.maximum(at, 0)[:, None], axis=1)
         have = jnp.pad(tokens[:, : capacity - back], ((0, 0), (back, 0)))

@@ -9,6 +9,7 @@ from spec_jax.drafting.base import NoDrafter
 from spec_jax.drafting.draft_model import DraftModelDrafter
 from spec_jax.drafting.layer_skip import LayerSkipDrafter
 from spec_jax.drafting.ngram import NGramDrafter
+from spec_jax.exactness import for_model
 from spec_jax.models.layers import RowBlocks
 
 
@@ -34,7 +35,7 @@ def build_drafter(config: SpeculativeConfig, target: Any, rows: RowBlocks) -> tu
         vocab_size=target.vocab_size,
         target_vocab=target.config.vocab_size,
         max_positions=draft.max_model_len,
-        rows=rows,
+        rows=for_model(rows, draft.module),
         sample=sample,
     )
     return drafter, draft.params

@@ -12,9 +12,14 @@ from typing import Any
 
 import numpy as np
 
+from spec_jax.fields import get
 from spec_jax.models.rope import RopeConfig, rope_from_hf
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+MAX_LAYERS = 4096
+"""Far more than any model has. Tensor names are listed per layer before a file is compared with them, so that a wrong
+number in a config must not decide how much memory this takes."""
+MAX_SIZE = 2**31 - 1
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
 
 
@@ -40,10 +45,19 @@ class LlamaConfig:
     model_type: str = "llama"
 
     def __post_init__(self):
-        for name in _SIZES:
+        for name in (*_SIZES, "max_position_embeddings"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name}={value!r} must be a positive integer")
+            limit = MAX_LAYERS if name == "num_layers" else MAX_SIZE
+            if value > limit:
+                raise ValueError(
+                    f"{name}={value} is more than {limit}, the most that is accepted; is the file damaged?"
+                )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} must be even for rotary embeddings")
+        if not 0 <= self.rms_norm_eps < 1:
+            raise ValueError(f"rms_norm_eps={self.rms_norm_eps!r} must be at least 0 and below 1")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")
 
@@ -55,41 +69,47 @@ class LlamaConfig:
 
 def from_hf_config(config: Mapping[str, Any]) -> LlamaConfig:
     """Maps the contents of a `config.json`. Raises ValueError naming what is not supported."""
-    model_type = config.get("model_type")
-    if config.get("is_encoder_decoder"):
+    model_type = get(config, "model_type", str)
+    if get(config, "is_encoder_decoder", bool):
         raise ValueError(f"model_type={model_type!r} is an encoder-decoder; only decoder-only models are supported")
     if model_type not in MODEL_TYPES:
         raise ValueError(f"model_type={model_type!r} is not supported; supported: {', '.join(MODEL_TYPES)}")
-    window = config.get("sliding_window")
-    windowed = bool(window) and config.get("use_sliding_window", model_type == "mistral")
-    if windowed and window < config.get("max_position_embeddings", 2048):
+    context = get(config, "max_position_embeddings", int, 2048)
+    window = get(config, "sliding_window", int)
+    windowed = bool(window) and get(config, "use_sliding_window", bool, model_type == "mistral")
+    if windowed and window < context:
         raise ValueError(f"sliding_window={window} is not supported yet; models with full attention only")
-    rotary = (config.get("rope_parameters") or {}).get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if rotary not in (None, 1):
+    rope_parameters = get(config, "rope_parameters", dict, {})
+    rotary = get(rope_parameters, "partial_rotary_factor", float, get(config, "partial_rotary_factor", float, 1.0))
+    if rotary != 1:
         raise ValueError(f"partial_rotary_factor={rotary!r} is not supported; all of head_dim must be rotated")
-    if config.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise ValueError(f"hidden_act={config['hidden_act']!r} is not supported; this family uses 'silu'")
+    activation = get(config, "hidden_act", str, "silu")
+    if activation not in ("silu", "swish"):
+        raise ValueError(f"hidden_act={activation!r} is not supported; this family uses 'silu'")
     required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    missing = [name for name in required if config.get(name) is None]
+    sizes = {name: get(config, name, int) for name in required}
+    missing = [name for name, value in sizes.items() if value is None]
     if missing:
         raise ValueError(f"config.json lacks {', '.join(missing)}")
-    heads = int(config["num_attention_heads"])
-    attention_bias = bool(config.get("attention_bias", False))
+    heads, width = sizes["num_attention_heads"], sizes["hidden_size"]
+    if heads < 1:
+        raise ValueError(f"num_attention_heads={heads} must be a positive integer")
+    attention_bias = get(config, "attention_bias", bool, False)
     return LlamaConfig(
-        vocab_size=int(config["vocab_size"]),
-        hidden_size=int(config["hidden_size"]),
-        intermediate_size=int(config["intermediate_size"]),
-        num_layers=int(config["num_hidden_layers"]),
+        vocab_size=sizes["vocab_size"],
+        hidden_size=width,
+        intermediate_size=sizes["intermediate_size"],
+        num_layers=sizes["num_hidden_layers"],
         num_heads=heads,
-        num_kv_heads=int(config.get("num_key_value_heads") or heads),
-        head_dim=int(config.get("head_dim") or int(config["hidden_size"]) // heads),
-        max_position_embeddings=int(config.get("max_position_embeddings", 2048)),
-        rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        num_kv_heads=get(config, "num_key_value_heads", int, heads),
+        head_dim=get(config, "head_dim", int, width // heads),
+        max_position_embeddings=context,
+        rms_norm_eps=get(config, "rms_norm_eps", float, 1e-6),
         rope=rope_from_hf(config),
-        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+        tie_embeddings=get(config, "tie_word_embeddings", bool, False),
         qkv_bias=model_type == "qwen2" or attention_bias,
         output_bias=attention_bias and model_type != "qwen2",
-        mlp_bias=bool(config.get("mlp_bias", False)),
+        mlp_bias=get(config, "mlp_bias", bool, False),
         qk_norm=model_type == "qwen3",
         model_type=model_type,
     )

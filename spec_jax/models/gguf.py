@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from spec_jax import fields
 from spec_jax.models.config import LlamaConfig, from_hf_config
 from spec_jax.models.gguf_file import GgufFile
 from spec_jax.models.tensors import check_shapes, read_params
@@ -73,47 +74,51 @@ class GgufCheckpoint:
 
     def _config(self) -> LlamaConfig:
         path, metadata, tensors = self.file.path, self.file.metadata, self.file.tensors
-        architecture = metadata.get("general.architecture")
+        architecture = fields.get(metadata, "general.architecture", str, where=str(path))
         if architecture not in ARCHITECTURES:
             raise ValueError(f"{path} has the architecture {architecture!r}; supported: {', '.join(ARCHITECTURES)}")
 
-        def get(key: str, default: Any = None) -> Any:
-            return metadata.get(f"{architecture}.{key}", default)
+        def get(key: str, kind: Any, default: Any = None) -> Any:
+            return fields.get(metadata, f"{architecture}.{key}", kind, default, where=str(path))
 
-        if get("expert_count", 0):
-            raise ValueError(f"{path} is a mixture of {get('expert_count')} experts; only dense models are supported")
+        experts = get("expert_count", int, 0)
+        if experts:
+            raise ValueError(f"{path} is a mixture of {experts} experts; only dense models are supported")
         if "token_embd.weight" not in tensors:
             raise ValueError(f"{path} has no tensor token_embd.weight; is it a complete model?")
-        heads, width = get("attention.head_count"), get("embedding_length")
+        if not tensors["token_embd.weight"].shape:
+            raise ValueError(f"the tensor token_embd.weight in {path} has no dimensions")
+        for key in ("feed_forward_length", "attention.head_count", "attention.head_count_kv"):
+            per_layer = metadata.get(f"{architecture}.{key}")
+            if isinstance(per_layer, list):
+                raise ValueError(f"{path} has a {key} per layer ({per_layer!r:.80}); only equal layers are supported")
+        heads, width = get("attention.head_count", int), get("embedding_length", int)
         config = {
             "model_type": architecture,
             "vocab_size": tensors["token_embd.weight"].shape[0],
             "hidden_size": width,
-            "intermediate_size": get("feed_forward_length"),
-            "num_hidden_layers": get("block_count"),
+            "intermediate_size": get("feed_forward_length", int),
+            "num_hidden_layers": get("block_count", int),
             "num_attention_heads": heads,
-            "num_key_value_heads": get("attention.head_count_kv", heads),
-            "head_dim": get("attention.key_length"),
-            "max_position_embeddings": get("context_length", 2048),
-            "rms_norm_eps": get("attention.layer_norm_rms_epsilon", 1e-5),
-            "rope_theta": get("rope.freq_base", 10000.0),
+            "num_key_value_heads": get("attention.head_count_kv", int, heads),
+            "head_dim": get("attention.key_length", int),
+            "max_position_embeddings": get("context_length", int, 2048),
+            "rms_norm_eps": get("attention.layer_norm_rms_epsilon", float, 1e-5),
+            "rope_theta": get("rope.freq_base", float, 10000.0),
             "rope_scaling": _rope_scaling(get, path),
-            "sliding_window": get("attention.sliding_window"),
+            "sliding_window": get("attention.sliding_window", int),
             "use_sliding_window": True,
             "tie_word_embeddings": "output.weight" not in tensors,
             "attention_bias": "blk.0.attn_q.bias" in tensors,
             "mlp_bias": "blk.0.ffn_up.bias" in tensors,
         }
-        for key in ("feed_forward_length", "attention.head_count", "attention.head_count_kv"):
-            if isinstance(get(key), list):
-                raise ValueError(f"{path} has a {key} per layer ({get(key)}); only equal layers are supported")
         try:
             result = from_hf_config(config)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
         if result.output_bias and "blk.0.attn_output.bias" not in tensors:
             result = dataclasses.replace(result, output_bias=False)
-        rotated = get("rope.dimension_count", result.head_dim)
+        rotated = get("rope.dimension_count", int, result.head_dim)
         if rotated != result.head_dim:
             sizes = f"{rotated} of {result.head_dim} head dimensions"
             raise ValueError(f"{path} rotates {sizes}; only full rotation is supported")
@@ -122,7 +127,10 @@ class GgufCheckpoint:
             if divisors.shape != (result.head_dim // 2,):
                 shape = f"{list(divisors.shape)}, not {[result.head_dim // 2]}"
                 raise ValueError(f"the tensors in {path} do not fit its config: {ROPE_DIVISORS} is {shape}")
-            rope = dataclasses.replace(result.rope, frequency_divisors=tuple(float(x) for x in divisors))
+            try:
+                rope = dataclasses.replace(result.rope, frequency_divisors=tuple(float(x) for x in divisors))
+            except ValueError as error:
+                raise ValueError(f"{path}: {ROPE_DIVISORS}: {error}") from None
             result = dataclasses.replace(result, rope=rope)
         return result
 
@@ -146,22 +154,25 @@ def unpermute(array: np.ndarray, heads: int) -> np.ndarray:
 
 def _rope_scaling(get, path: Path) -> dict[str, Any] | None:
     """The `rope_scaling` entry of a config.json, from the file's `rope.scaling.*` keys."""
-    kind, factor = get("rope.scaling.type"), get("rope.scaling.factor")
-    if kind is None and get("rope.scale_linear") is not None:  # the key of files before August 2023
-        kind, factor = "linear", get("rope.scale_linear")
+    kind, factor = get("rope.scaling.type", str), get("rope.scaling.factor", float)
+    old = get("rope.scale_linear", float)  # the key of files before August 2023
+    if kind is None and old is not None:
+        kind, factor = "linear", old
     if kind is None or kind == "none":
         return None
     if factor is None:
         raise ValueError(f"{path} has rope scaling of type {kind!r} without rope.scaling.factor")
+    if factor < 1:
+        raise ValueError(f"{path}: the rope scaling factor {factor!r} must be at least 1")
     scaling = {"rope_type": kind, "factor": factor}
     if kind != "yarn":
         return scaling
     scaling |= {
-        "original_max_position_embeddings": get("rope.scaling.original_context_length"),
-        "beta_fast": get("rope.scaling.yarn_beta_fast"),
-        "beta_slow": get("rope.scaling.yarn_beta_slow"),
+        "original_max_position_embeddings": get("rope.scaling.original_context_length", int),
+        "beta_fast": get("rope.scaling.yarn_beta_fast", float),
+        "beta_slow": get("rope.scaling.yarn_beta_slow", float),
     }
-    multiplier = get("rope.scaling.attn_factor")
+    multiplier = get("rope.scaling.attn_factor", float)
     if multiplier is not None:  # llama.cpp multiplies its own sharpening by this; config.json holds the product
         scaling["attention_factor"] = multiplier * (0.1 * math.log(factor) + 1.0)
     return scaling

@@ -8,6 +8,7 @@ and dequantisation come from the `gguf` package.
 from __future__ import annotations
 
 import dataclasses
+import math
 import mmap
 import struct
 from pathlib import Path
@@ -80,7 +81,7 @@ class GgufFile:
         row = tensor.shape[-1] if tensor.shape else 1
         if row % block:
             raise ValueError(f"{subject} rows of {row} values, which is not a multiple of {kind.name}'s {block}")
-        rows = int(np.prod(tensor.shape[:-1], dtype=np.int64))
+        rows = math.prod(tensor.shape[:-1])  # in Python: sizes of a damaged file overflow 64 bits
         size = rows * (row // block) * block_bytes
         if tensor.offset + size > len(self._data):
             raise self._truncated(f"in tensor {name}")
@@ -133,6 +134,10 @@ class GgufFile:
         if kind != _ARRAY:
             raise ValueError(f"{self.path} is damaged: metadata type {kind} at byte {self._at} is not a GGUF type")
         item, count = self._scalar("I"), self._scalar("Q")
+        if item == _ARRAY:  # no known key has them, and a few bytes a level could exhaust the stack
+            raise ValueError(
+                f"{self.path}: the metadata at byte {self._at} is an array of arrays, which is not supported"
+            )
         if item not in _SCALARS:
             return [self._value(item) for _ in range(count)]
         code = _SCALARS[item]

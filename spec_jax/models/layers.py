@@ -16,29 +16,35 @@ from jax import lax
 
 from spec_jax.cache import round_up
 
-NARROW = 64
-"""Products with fewer columns are padded to a whole row block."""
-
 
 @dataclasses.dataclass(frozen=True)
 class RowBlocks:
     """The row counts at which a forward pass may run; hashable, static under jit.
 
     Attributes:
-      block: products and norms see exactly this many rows at most, more rows run block by block, and norms are padded
-        to a whole block. None: as many rows as there are, fused as XLA likes (E0).
-      minimum: products are padded to at least this many rows.
+      block: products and norms see at most this many rows, more rows run block by block, and norms are padded to a
+        whole block. None: as many rows as there are, fused as XLA likes (E0).
+      products: ((kind, inputs, outputs), counts) of the products that may also run at fewer rows, because they were
+        measured to give the same bits there as at a whole block (`exactness.row_blocks`); a product that is not named
+        runs at whole blocks. None: products run at as many rows as there are (E1).
       tile: query rows of one attention product, always padded to a whole tile. None: as many as there are, so that
         bits depend on the batch and the width (E1).
     """
 
     block: int | None = None
-    minimum: int = 1
+    products: tuple[tuple[tuple[str, int, int], tuple[int, ...]], ...] | None = None
     tile: int | None = None
 
     @property
     def canonical(self) -> bool:
         return self.block is not None
+
+    def product_rows(self, kind: str, inputs: int, outputs: int, count: int) -> int:
+        """The rows at which a product of `count` rows runs: the smallest count known to be safe."""
+        if self.products is None:
+            return count
+        counts = dict(self.products).get((kind, inputs, outputs), ())
+        return min((c for c in counts if c >= count), default=self.block)
 
 
 def by_rows(function: Callable[[jax.Array], jax.Array], x: jax.Array, rows: RowBlocks, *, at_least: int) -> jax.Array:
@@ -62,29 +68,28 @@ def _pad_rows(x: jax.Array, count: int) -> jax.Array:
     return jnp.pad(x, ((0, count - x.shape[0]),) + ((0, 0),) * (x.ndim - 1)) if count > x.shape[0] else x
 
 
-def _product_rows(rows: RowBlocks, columns: int) -> int:
-    """The least rows of a product. XLA emits products with few columns as loops whose order follows the row count, so
-    these, which cost nothing, always run at a whole block."""
-    return (rows.block or 1) if columns < NARROW else rows.minimum
+def _precision(x: jax.Array) -> lax.Precision | None:
+    """float32 means float32: accelerators would otherwise multiply it in bfloat16 or TF32 passes."""
+    return lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
 
 
 def linear(x: jax.Array, weight: jax.Array, rows: RowBlocks, bias: jax.Array | None = None) -> jax.Array:
     """x [rows, in] times weight [in, out] (plus bias), in x's dtype with float32 accumulation."""
 
     def product(x):
-        y = jnp.einsum("ri,io->ro", x, weight, preferred_element_type=jnp.float32)
+        y = jnp.einsum("ri,io->ro", x, weight, preferred_element_type=jnp.float32, precision=_precision(x))
         return (y if bias is None else y + bias.astype(jnp.float32)).astype(x.dtype)
 
-    return by_rows(product, x, rows, at_least=_product_rows(rows, weight.shape[1]))
+    return by_rows(product, x, rows, at_least=rows.product_rows("linear", *weight.shape, x.shape[0]))
 
 
 def unembed(x: jax.Array, weight: jax.Array, rows: RowBlocks) -> jax.Array:
     """x [rows, embed] times the transposed embedding [vocab, embed]: float32 logits [rows, vocab]."""
 
     def product(x):
-        return jnp.einsum("re,ve->rv", x, weight, preferred_element_type=jnp.float32)
+        return jnp.einsum("re,ve->rv", x, weight, preferred_element_type=jnp.float32, precision=_precision(x))
 
-    return by_rows(product, x, rows, at_least=_product_rows(rows, weight.shape[0]))
+    return by_rows(product, x, rows, at_least=rows.product_rows("unembed", *weight.shape[::-1], x.shape[0]))
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, rows: RowBlocks) -> jax.Array:

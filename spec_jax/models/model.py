@@ -26,7 +26,7 @@ class Model:
     """
 
     module: Any
-    params: dict[str, Any]
+    params: dict[str, Any] = dataclasses.field(repr=False)  # printing every weight would take minutes
     tokenizer: Tokenizer | None
     eos_token_ids: tuple[int, ...]
     name: str

@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spec_jax.fields import get
+
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -40,42 +42,65 @@ class RopeConfig:
     def __post_init__(self):
         if self.rope_type not in ROPE_TYPES:
             raise ValueError(f"rope_type={self.rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
-        if not self.theta > 0:
+        if not 0 < self.theta < math.inf:
             raise ValueError(f"rope_theta={self.theta!r} must be a positive number")
-        if self.rope_type != "default" and not self.factor >= 1.0:
+        if not all(0 < divisor < math.inf for divisor in self.frequency_divisors):
+            raise ValueError("the rope frequency divisors must be positive numbers")
+        if self.rope_type == "default":
+            return
+        if not 1.0 <= self.factor < math.inf:
             raise ValueError(f"rope scaling factor={self.factor!r} must be at least 1")
+        if self.rope_type == "linear":
+            return
+        if self.original_max_position < 1:
+            raise ValueError(f"original_max_position_embeddings={self.original_max_position!r} must be at least 1")
+        if self.rope_type == "llama3" and not self.low_freq_factor < self.high_freq_factor:
+            raise ValueError(
+                f"low_freq_factor={self.low_freq_factor!r} must be below high_freq_factor={self.high_freq_factor!r}"
+            )
+        if self.rope_type == "yarn":
+            if self.theta == 1.0:
+                raise ValueError("rope_theta=1.0 gives all pairs one frequency, which yarn cannot tell apart")
+            for name in ("beta_fast", "beta_slow"):
+                if not getattr(self, name) > 0:
+                    raise ValueError(f"{name}={getattr(self, name)!r} must be a positive number")
 
 
 def rope_from_hf(config: Mapping[str, Any]) -> RopeConfig:
     """Reads `rope_theta` and `rope_scaling` (transformers 4) or `rope_parameters` (transformers 5)."""
-    scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    theta = float(scaling.get("rope_theta", config.get("rope_theta", 10000.0)))
-    rope_type = scaling.get("rope_type", scaling.get("type", "default"))
+    key = "rope_parameters" if get(config, "rope_parameters", dict) else "rope_scaling"
+    scaling = get(config, key, dict, {})
+
+    def number(name: str, default: float | None) -> float | None:
+        return get(scaling, name, float, default, where=key)
+
+    theta = number("rope_theta", get(config, "rope_theta", float, 10000.0))
+    rope_type = get(scaling, "rope_type", str, get(scaling, "type", str, "default", where=key), where=key)
     if rope_type == "default":
         return RopeConfig(theta=theta)
     if rope_type not in ROPE_TYPES:  # before the fields, which an unknown type may not have
         return RopeConfig(theta=theta, rope_type=rope_type)
-    if "factor" not in scaling:
+    factor = number("factor", None)
+    if factor is None:
         raise ValueError(f"rope scaling of type {rope_type!r} has no 'factor'; got the keys {sorted(scaling)}")
-    original = config.get("original_max_position_embeddings") or scaling.get("original_max_position_embeddings")
+    name = "original_max_position_embeddings"
+    original = get(config, name, int) or get(scaling, name, int, where=key)
     if original is None:
-        if rope_type in ("llama3", "yarn"):
-            original = config.get("max_position_embeddings", 8192)
-        else:
-            original = 8192
+        scales_by_context = rope_type in ("llama3", "yarn")
+        original = get(config, "max_position_embeddings", int, 8192) if scales_by_context else 8192
     return RopeConfig(
         theta=theta,
         rope_type=rope_type,
-        factor=float(scaling["factor"]),
-        original_max_position=int(original),
-        low_freq_factor=float(scaling.get("low_freq_factor", 1.0)),
-        high_freq_factor=float(scaling.get("high_freq_factor", 4.0)),
-        beta_fast=float(scaling.get("beta_fast") or 32.0),
-        beta_slow=float(scaling.get("beta_slow") or 1.0),
-        attention_factor=None if scaling.get("attention_factor") is None else float(scaling["attention_factor"]),
-        mscale=float(scaling.get("mscale") or 0.0),
-        mscale_all_dim=float(scaling.get("mscale_all_dim") or 0.0),
-        truncate=bool(scaling.get("truncate", True)),
+        factor=factor,
+        original_max_position=original,
+        low_freq_factor=number("low_freq_factor", 1.0),
+        high_freq_factor=number("high_freq_factor", 4.0),
+        beta_fast=number("beta_fast", None) or 32.0,
+        beta_slow=number("beta_slow", None) or 1.0,
+        attention_factor=number("attention_factor", None),
+        mscale=number("mscale", 0.0),
+        mscale_all_dim=number("mscale_all_dim", 0.0),
+        truncate=get(scaling, "truncate", bool, True, where=key),
     )
 
 

@@ -6,7 +6,6 @@ not read; if it is false and the file has no head, that is an error rather than 
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy, which safetensors
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from spec_jax.fields import get, get_ids, read_json, wrong
 from spec_jax.models.config import from_hf_config
 from spec_jax.models.tensors import check_shapes, read_params
 from spec_jax.tokenizer import Tokenizer, tokenizer_from_folder
@@ -34,11 +34,12 @@ class SafetensorsFolder:
         self.folder = folder
         if not (folder / "config.json").exists():
             raise ValueError(f"{folder} has no config.json; give a Hugging Face checkpoint folder or a .gguf file")
-        self._hf_config = _read_json(folder / "config.json")
-        if self._hf_config.get("quantization_config"):
-            method = self._hf_config["quantization_config"].get("quant_method", "unknown")
+        self._hf_config = read_json(folder / "config.json")
+        quantisation = get(self._hf_config, "quantization_config", dict, where=str(folder / "config.json"))
+        if quantisation:
+            method = quantisation.get("quant_method", "unknown")
             fix = "use the unquantised checkpoint or a GGUF file"
-            raise ValueError(f"{folder} is quantised (quant_method={method!r}), which is not supported; {fix}")
+            raise ValueError(f"{folder} is quantised (quant_method={method!r:.80}), which is not supported; {fix}")
         try:
             self.config = from_hf_config(self._hf_config)
         except ValueError as error:
@@ -76,14 +77,11 @@ class SafetensorsFolder:
 
     def eos_token_ids(self) -> tuple[int, ...]:
         """The `eos_token_id` entries (an int or a list) of `config.json` and `generation_config.json`, joined."""
-        entries = [self._hf_config.get("eos_token_id")]
+        ids = get_ids(self._hf_config, "eos_token_id", where=str(self.folder / "config.json"))
         generation = self.folder / "generation_config.json"
         if generation.exists():
-            entries.append(_read_json(generation).get("eos_token_id"))
-        ids: set[int] = set()
-        for entry in entries:
-            ids.update(entry if isinstance(entry, list) else () if entry is None else (entry,))
-        return tuple(sorted(int(i) for i in ids))
+            ids += get_ids(read_json(generation), "eos_token_id", where=str(generation))
+        return tuple(sorted(set(ids)))
 
     def _skips(self, name: str) -> bool:
         return name.endswith(_IGNORED) or (name == "lm_head.weight" and self.config.tie_embeddings)
@@ -96,9 +94,12 @@ def _files(folder: Path) -> tuple[list[Path], list[str], dict[str, str]]:
     """Weight files to open, problems found on the way, and the index's map from tensor to file name."""
     index = folder / INDEX
     if index.exists():
-        promised = _read_json(index).get("weight_map")
-        if not isinstance(promised, dict) or not promised:
+        promised = get(read_json(index), "weight_map", dict, where=str(index))
+        if not promised:
             raise ValueError(f"{index} has no weight_map")
+        for tensor, file in promised.items():
+            if not isinstance(file, str):
+                raise wrong(f"weight_map[{tensor!r}]", file, "the name of a file", str(index))
         names = sorted(set(promised.values()))
         absent = [name for name in names if not (folder / name).is_file()]
         if absent:
@@ -125,13 +126,3 @@ def _open(path: Path):
         size = path.stat().st_size
         found = f"{size} bytes; {error}"
         raise ValueError(f"{path} is truncated or not a safetensors file ({found}); fetch it again") from None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold a JSON object, not {type(content).__name__}")
-    return content

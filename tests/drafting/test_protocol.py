@@ -284,3 +284,30 @@ def test_a_drafter_whose_shape_does_not_fit_is_refused():
         Decoder(model.module, WindowDrafter(parents=(-1, 2, 0, 0, 0)), 97, 8, "coupled", rows, 32)
     with pytest.raises(ValueError, match="not both"):
         generate(model, [[1]], {"method": "ngram"}, drafter=(NoDrafter(), ()))
+
+
+@dataclasses.dataclass(frozen=True)
+class Misshapen(BaseDrafter):
+    num_nodes: int = 3
+
+    def propose(self, params, state, view):
+        return Draft(jnp.zeros(3, jnp.int32), jnp.zeros(view.length.shape, jnp.int32)), state
+
+
+class Unhashable(Misshapen):
+    __hash__ = None
+
+
+@pytest.mark.parametrize(
+    "drafter, message",
+    [
+        ((Misshapen(), ()), r"Draft.tokens int32\[3\]; it must be int32\[1, 3\]"),
+        ((Misshapen, ()), "not the class Misshapen"),
+        ((Unhashable(), ()), "Unhashable is not hashable"),
+        (Misshapen(), "must be a pair"),
+    ],
+    ids=["shape", "class", "hash", "no params"],
+)
+def test_a_drafter_that_breaks_the_protocol_is_named(drafter, message):
+    with pytest.raises(ValueError, match=message):
+        generate(tiny(), [[1]], drafter=drafter)

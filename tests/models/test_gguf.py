@@ -1,6 +1,7 @@
 """GGUF files: the same parameters as the safetensors folder, and clear errors for damaged ones."""
 
 import dataclasses
+import struct
 
 import gguf
 import jax
@@ -33,7 +34,7 @@ def test_f32_gives_the_parameters_and_config_of_the_folder(family, tmp_path):
     assert_same_tree(model.params, folder.params)
 
     def comparable(config):
-        rope = dataclasses.replace(config.rope, theta=round(config.rope.theta), original_max_position=0)
+        rope = dataclasses.replace(config.rope, theta=round(config.rope.theta), original_max_position=1)
         return dataclasses.replace(config, rope=rope, rms_norm_eps=round(config.rms_norm_eps, 9), model_type="")
 
     ours, theirs = comparable(model.config), comparable(folder.config)
@@ -87,6 +88,42 @@ def test_rope_divisors_of_the_wrong_length_are_refused(llama, tmp_path):
         load_model(str(path))
 
 
+@pytest.mark.parametrize("value", [0.0, -1.0, np.inf, np.nan])
+def test_rope_divisors_that_are_no_divisors_are_refused(value, llama, tmp_path):
+    divisors = np.ones(8, np.float32)
+    divisors[3] = value
+    path = toy.write_gguf(tmp_path / "m.gguf", *llama, extra={"rope_freqs.weight": divisors})
+    with pytest.raises(ValueError, match="m.gguf: rope_freqs.weight.*positive"):
+        load_model(str(path))
+
+
+def test_an_absurd_layer_count_is_refused(llama, tmp_path):
+    path = toy.write_gguf(tmp_path / "m.gguf", *llama)
+    key = b"llama.block_count" + struct.pack("<I", 4)
+    data = path.read_bytes()
+    assert data.count(key + struct.pack("<I", 2)) == 1
+    path.write_bytes(data.replace(key + struct.pack("<I", 2), key + struct.pack("<I", 20_000_000)))
+    with pytest.raises(ValueError, match="m.gguf: num_layers=20000000 is more than 4096"):
+        load_model(str(path))
+
+
+def test_nested_arrays_do_not_exhaust_the_stack(tmp_path):
+    key = (3).to_bytes(8, "little") + b"key" + (9).to_bytes(4, "little")
+    level = (9).to_bytes(4, "little") + (1).to_bytes(8, "little")
+    path = tmp_path / "m.gguf"
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + key + level * 100_000)
+    with pytest.raises(ValueError, match="array of arrays"):
+        load_model(str(path))
+
+
+def test_sizes_whose_product_overflows_are_a_truncated_file(llama, tmp_path):
+    file = GgufFile(toy.write_gguf(tmp_path / "m.gguf", *llama))
+    name = "output_norm.weight"
+    file.tensors[name] = dataclasses.replace(file.tensors[name], shape=(2**32, 2**32, 32))
+    with pytest.raises(ValueError, match="truncated"):
+        file.dequantize(name)
+
+
 def test_sizes_come_from_the_metadata(tmp_path):
     hf_config = toy.FAMILIES["qwen3"]
     path = toy.write_gguf(tmp_path / "m.gguf", hf_config, toy.random_tensors(hf_config))
@@ -128,6 +165,12 @@ def test_old_linear_scaling_key(llama, tmp_path):
         ({"llama.attention.sliding_window": 32}, "sliding_window=32"),
         ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}, "longrope"),
         ({"llama.rope.scaling.type": "yarn"}, "factor"),
+        ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 0.0}, "factor 0.0 must be at least 1"),
+        ({"llama.rope.scaling.type": 5}, "m.gguf: llama.rope.scaling.type=5 must be a string"),
+        ({"llama.rope.scaling.factor": "x"}, "m.gguf: llama.rope.scaling.factor='x' must be a finite number"),
+        ({"llama.attention.key_length": [16, 16]}, r"m.gguf: llama.attention.key_length=\[16, 16\] must be an integer"),
+        ({"llama.expert_count": "x"}, "m.gguf: llama.expert_count='x' must be an integer"),
+        ({"tokenizer.ggml.model": 5}, "m.gguf: tokenizer.ggml.model=5 must be a string"),
     ],
 )
 def test_what_the_model_code_cannot_do_is_refused(metadata, message, llama, tmp_path):

@@ -1,24 +1,33 @@
 """Canonical row blocks: a row's product and norm have the same bits whatever the number of rows, at odd sizes too."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spec_jax.exactness import row_blocks
-from spec_jax.models.layers import by_rows, linear, rms_norm, unembed
+from spec_jax.exactness import agreeing_counts, row_blocks
+from spec_jax.models.layers import RowBlocks, by_rows, linear, rms_norm, unembed
 
 ROWS = (1, 2, 3, 4, 5, 7, 9, 17, 31, 40, 72)
 
 
+def products_of(shape, dtype):
+    """The measured row counts of one shape, as `row_blocks` would give them for a model that has it."""
+    return tuple(((kind, *shape), agreeing_counts(kind, *shape, dtype)) for kind in ("linear", "unembed"))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("shape", [(33, 7), (128, 4), (32, 1), (100, 52), (260, 100), (1536, 576), (2048, 8)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(33, 7), (128, 4), (32, 1), (260, 100), (960, 320), (768, 192), (576, 2052), (1536, 576)], ids=str
+)
 def test_products_have_the_same_bits_at_every_row_count(shape, dtype):
     rng = np.random.default_rng(0)
-    rows = row_blocks(True, 1, 8)
+    rows = dataclasses.replace(row_blocks(True, 1, 8), products=products_of(shape, dtype))
     weight = jnp.asarray(rng.normal(size=shape) / shape[0] ** 0.5, dtype)
     x = jnp.asarray(rng.normal(size=(max(ROWS), shape[0])), dtype)
-    for product, matrix in ((linear, weight), (unembed, weight.T.copy())):
+    for product, matrix in ((linear, weight), (unembed, jnp.asarray(weight.T))):
         run = jax.jit(lambda x, m, product=product: product(x, m, rows))
         whole = np.asarray(run(x[:32], matrix), np.float32)
         np.testing.assert_allclose(whole, np.asarray(x[:32], np.float64) @ np.asarray(weight, np.float64), atol=0.05)
@@ -49,3 +58,10 @@ def test_norms_and_products_run_at_canonical_row_counts():
             np.asarray(by_rows(spy, x[:count], row_blocks(True, 1, 8), at_least=4)), x[:count]
         )
     assert set(seen) == {4, 5, 32}
+
+
+def test_a_product_runs_at_the_smallest_count_that_was_measured_to_agree():
+    rows = RowBlocks(block=32, products=((("linear", 8, 9), (8, 16)),), tile=32)
+    assert [rows.product_rows("linear", 8, 9, count) for count in (1, 8, 9, 17, 32)] == [8, 8, 16, 32, 32]
+    assert rows.product_rows("unembed", 8, 9, 1) == 32  # never measured: a whole block
+    assert RowBlocks(block=64).product_rows("linear", 8, 9, 3) == 3

@@ -169,6 +169,90 @@ def test_configs_that_cannot_be_run(change, message, tmp_path, tensors):
         load_model(write(tmp_path, LLAMA | change, tensors))
 
 
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"hidden_size": [64]}, r"hidden_size=\[64\] must be an integer"),
+        ({"hidden_size": 64.5}, "hidden_size=64.5 must be an integer"),
+        ({"vocab_size": True}, "vocab_size=True must be an integer"),
+        ({"num_attention_heads": 0}, "num_attention_heads=0 must be a positive integer"),
+        ({"num_attention_heads": "4"}, "num_attention_heads='4' must be an integer"),
+        ({"max_position_embeddings": -1}, "max_position_embeddings=-1 must be a positive integer"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps='small' must be a finite number"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan must be a finite number"),
+        ({"rope_theta": {}}, "rope_theta={} must be a finite number"),
+        ({"rope_theta": 10**400}, "rope_theta=1000.* must be a finite number"),
+        ({"rope_scaling": "linear"}, "rope_scaling='linear' must be an object"),
+        ({"rope_parameters": [1]}, r"rope_parameters=\[1\] must be an object"),
+        ({"rope_scaling": {"type": ["linear"]}}, r"rope_scaling: type=\['linear'\] must be a string"),
+        ({"rope_scaling": {"type": "linear", "factor": None}}, "'linear' has no 'factor'"),
+        ({"rope_scaling": {"type": "linear", "factor": "x"}}, "rope_scaling: factor='x' must be a finite number"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2, "beta_fast": -1}}, "beta_fast=-1.0 must be a positive number"),
+        ({"sliding_window": "x"}, "sliding_window='x' must be an integer"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false' must be true or false"),
+        ({"quantization_config": "x"}, "quantization_config='x' must be an object"),
+        ({"model_type": ["llama"]}, r"model_type=\['llama'\] must be a string"),
+        ({"hidden_act": 5}, "hidden_act=5 must be a string"),
+        ({"partial_rotary_factor": "x"}, "partial_rotary_factor='x' must be a finite number"),
+        ({"eos_token_id": [[1]]}, r"eos_token_id=\[\[1\]\] must be a token id or a list of token ids"),
+        ({"eos_token_id": "abc"}, "eos_token_id='abc' must be a token id"),
+        ({"head_dim": 15}, "head_dim=15 must be even"),
+    ],
+)
+def test_malformed_configs_name_file_key_value_and_type(change, message, tmp_path, tensors):
+    folder = write(tmp_path, LLAMA | change, tensors)
+    with pytest.raises(ValueError, match=f"config.json: .*{message}"):
+        load_model(folder)
+
+
+def test_null_is_absent(tmp_path, tensors):
+    keys = "rope_theta rms_norm_eps max_position_embeddings rope_scaling rope_parameters head_dim hidden_act"
+    keys += " sliding_window tie_word_embeddings attention_bias mlp_bias quantization_config eos_token_id"
+    absent = {key: value for key, value in LLAMA.items() if key not in keys.split()}
+    ours = load_model(write(tmp_path, LLAMA | dict.fromkeys(keys.split()), tensors))
+    assert ours.config == from_hf_config(absent) and ours.eos_token_ids == ()
+
+
+@pytest.mark.parametrize("change", [{"num_hidden_layers": 20_000_000}, {"vocab_size": 2**40}, {"hidden_size": 2**40}])
+def test_absurd_sizes_are_refused_before_anything_is_laid_out(change, tmp_path, tensors, monkeypatch):
+    def laid_out(*arguments):
+        raise AssertionError("sizes must be checked first")
+
+    folder = write(tmp_path, LLAMA | change, tensors)
+    monkeypatch.setattr("spec_jax.models.tensors.tensor_specs", laid_out)
+    with pytest.raises(ValueError, match="config.json: .* is more than .*, the most that is accepted"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors.index.json"])
+@pytest.mark.parametrize("text", ["[]", "5", "{", "[" * 100_000])
+def test_json_that_is_no_object(name, text, tmp_path, tensors):
+    folder = write(tmp_path, LLAMA, tensors)
+    (tmp_path / "model" / name).write_text(text)
+    with pytest.raises(ValueError, match=f"{name} (is not valid JSON|must hold a JSON object)"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize(
+    "weight_map, message",
+    [
+        ([1], r"weight_map=\[1\] must be an object"),
+        ({"lm_head.weight": 5}, r"weight_map\['lm_head.weight'\]=5 must be the name of a file"),
+        ({"lm_head.weight": ["x"]}, r"weight_map\['lm_head.weight'\]=\['x'\] must be the name of a file"),
+    ],
+)
+def test_malformed_index(weight_map, message, tmp_path, tensors):
+    folder = write(tmp_path, LLAMA, tensors)
+    (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ValueError, match=f"model.safetensors.index.json: {message}"):
+        load_model(folder)
+
+
+def test_repr_leaves_the_weights_out(tmp_path, tensors):
+    text = repr(load_model(write(tmp_path, LLAMA, tensors)))
+    assert "name=" in text and "Array" not in text and len(text) < 1500
+
+
 def test_folders_that_are_no_checkpoint(tmp_path, tensors):
     with pytest.raises(ValueError, match="no config.json"):
         load_model(str(tmp_path))

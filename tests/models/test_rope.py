@@ -122,6 +122,27 @@ def test_missing_factor_is_named():
         rope_from_hf({"rope_scaling": {"rope_type": "linear"}})
 
 
+@pytest.mark.parametrize("factor", [None, "x", [2.0], float("inf"), 0.5])
+def test_factors_that_are_none(factor):
+    with pytest.raises(ValueError, match="factor"):
+        rope_from_hf({"rope_scaling": {"rope_type": "linear", "factor": factor}})
+
+
+@pytest.mark.parametrize(
+    "changes, named",
+    [
+        ({"rope_type": "llama3", "low_freq_factor": 4.0}, "low_freq_factor=4.0 must be below high_freq_factor=4.0"),
+        ({"rope_type": "llama3", "original_max_position": 0}, "original_max_position_embeddings=0"),
+        ({"rope_type": "yarn", "beta_slow": 0.0}, "beta_slow=0.0"),
+        ({"rope_type": "yarn", "theta": 1.0}, "rope_theta=1.0"),
+        ({"theta": float("inf")}, "rope_theta=inf"),
+    ],
+)
+def test_numbers_without_a_frequency_are_refused(changes, named):
+    with pytest.raises(ValueError, match=named):
+        RopeConfig(**{"factor": 2.0} | changes)
+
+
 def test_rotation_pairs_the_two_halves():
     x = np.zeros((1, 1, 4), np.float32)
     x[0, 0, 0] = 1
