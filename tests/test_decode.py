@@ -167,12 +167,16 @@ def test_one_row_equals_the_batch():
     assert 0 < result.stats.num_accepted_tokens < result.stats.num_draft_tokens
 
 
-def test_proposals_outside_the_vocabulary_are_never_fed_or_emitted():
+def test_proposals_outside_the_vocabulary_are_refused_like_any_wrong_one():
     drafter, params = tiny.script(texts(), 4)
-    outside = params["text"].at[:, ::3].set(97).at[:, 1::7].set(-1).at[:, 2::11].set(2**31 - 1)
+    right = params["text"]
+    outside = right.at[:, ::3].set(97).at[:, 1::7].set(-1).at[:, 2::11].set(2**31 - 1)
     result = generate(tiny.tiny(), prompts(), None, SAMPLING, drafter=(drafter, {**params, "text": outside}))
     assert emitted(result) == expected()
-    assert result.stats.num_accepted_tokens == result.stats.num_draft_tokens > 0  # what was left of each run was right
+    wrong = {**params, "text": (right + (outside != right)) % 97}
+    twin = generate(tiny.tiny(), prompts(), None, SAMPLING, drafter=(drafter, wrong))
+    assert [s.accepted for s in result.sequences] == [s.accepted for s in twin.sequences]
+    assert 0 < result.stats.num_accepted_tokens < result.stats.num_draft_tokens
 
 
 def test_the_cache_holds_what_plain_decoding_put_there():
