@@ -20,7 +20,7 @@ from spec_jax.compilation import compiled
 from spec_jax.decode import CONTEXT, LENGTH, Decoder
 from spec_jax.drafting.base import BaseDrafter, Draft, NoDrafter
 from spec_jax.exactness import row_blocks
-from spec_jax.generation import capacity_for, generate
+from spec_jax.generation import capacity_for, generate, sampling_state
 from spec_jax.models.config import LlamaConfig
 from spec_jax.models.llama import Llama, init_params
 from spec_jax.models.model import Model
@@ -188,15 +188,8 @@ def decoder_of(model: Model, drafter, batch: int, width: int = 8, rule: str = "c
 
 
 def greedy_state(batch: int) -> SamplingState:
-    """Greedy rows without stop ids."""
-    return SamplingState(
-        temperature=jnp.zeros(batch, jnp.float32),
-        top_k=jnp.zeros(batch, jnp.int32),
-        top_p=jnp.ones(batch, jnp.float32),
-        min_p=jnp.zeros(batch, jnp.float32),
-        key=jax.random.wrap_key_data(jnp.zeros((batch, 2), jnp.uint32), impl="threefry2x32"),
-        stop_ids=jnp.full((batch, 4), -1, jnp.int32),
-    )
+    """Greedy rows without stop ids, as `generate` would make them."""
+    return sampling_state([], batch)
 
 
 def start(decoder: Decoder, model: Model, drafter_params, prompts, budget: int, capacity: int | None = None):
