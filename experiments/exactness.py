@@ -26,13 +26,14 @@ import spec_jax
 from spec_jax.cache import BLOCK
 from spec_jax.compilation import compiled
 from spec_jax.config import choose_width, parse_speculative_config
-from spec_jax.decode import LENGTH, Decoder
+from spec_jax.decode import Decoder
+from spec_jax.decode_state import LENGTH
 from spec_jax.drafting.registry import build_drafter
 from spec_jax.exactness import row_blocks
-from spec_jax.generation import sampling_state
 from spec_jax.models.config import LlamaConfig
 from spec_jax.models.llama import Llama, init_params
 from spec_jax.models.model import Model
+from spec_jax.requests import sampling_state
 
 PROMPTS = [
     "Write a short note that thanks a neighbour for watering the plants.",
@@ -93,13 +94,14 @@ def record(target, prompts, inner, params, exact, capacity, max_tokens):
     arrays = map(jnp.asarray, (tokens, lengths, lengths + max_tokens, np.full(batch, LENGTH, np.int32)))
     arguments = (target.params, params, *arrays, sampling_state([], batch))
     init, _ = compiled(decoder.for_prefill(), "init", *arguments)
-    state = init(*arguments).replace(counters=decoder.no_counts(batch))
+    state = init(*arguments)
     arguments = (target.params, params, state, jnp.int32(10**6))
     run, _ = compiled(decoder, "run", *arguments)
     state = run(*arguments)
-    host = jax.device_get((state.tokens, state.drafter[1], state.counters))
+    host = jax.device_get((state.tokens, state.drafter[1], state.trace))
     spans = [slice(n, n + max_tokens) for n in lengths]
-    drafts, accepted = int(host[2].drafts.sum()), int(host[2].accepted.sum())
+    drafts = sum(int((host[2].drafted[r, s] > 0).sum()) for r, s in enumerate(spans))
+    accepted = sum(int(host[2].accepted[r, s].sum()) for r, s in enumerate(spans))
     length = 1 + accepted / drafts if drafts else None
     return (
         [host[0][r, s].tolist() for r, s in enumerate(spans)],

@@ -10,12 +10,13 @@ __version__ = "0.1.0"
 # Public name -> module. No module may carry the name of a public function: importing it would replace the function.
 _MODULES = {
     "Model": "spec_jax.models.model",
-    "SamplingParams": "spec_jax.config",
+    "SamplingParams": "spec_jax.sampling_params",
     "SpeculativeConfig": "spec_jax.config",
     "check_exactness": "spec_jax.exactness",
     "generate": "spec_jax.generation",
     "load_model": "spec_jax.models.loading",
     "make_decoder": "spec_jax.generation",
+    "stream": "spec_jax.streaming",
 }
 
 __all__ = ["__version__", *_MODULES]

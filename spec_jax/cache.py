@@ -31,6 +31,11 @@ class KVCache:
     def capacity(self) -> int:
         return self.k[0].shape[2]
 
+    def grow(self, capacity: int) -> KVCache:
+        """The same cache with room for `capacity` slots, a multiple of BLOCK."""
+        more = ((0, 0), (0, 0), (0, capacity - self.capacity), (0, 0))
+        return self.replace(k=tuple(jnp.pad(x, more) for x in self.k), v=tuple(jnp.pad(x, more) for x in self.v))
+
 
 def round_up(value: int, multiple: int) -> int:
     """The smallest multiple of `multiple` that is at least `value`."""

@@ -1,4 +1,4 @@
-"""Ahead-of-time compilation of a decoder's two programs, timed, and kept for later calls of the same shapes."""
+"""Ahead-of-time compilation of a decoder's programs, timed, and kept for later calls of the same shapes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from spec_jax.decode import Decoder
 KEPT = 64
 """Programs kept; the least recently used are dropped, since one of thirty unrolled layers takes megabytes."""
 
+DONATED = {"run": (2,), "fill": (0,)}
+"""Arguments whose memory a program takes over."""
+
 _programs: collections.OrderedDict[Any, Any] = collections.OrderedDict()
 _compilations = 0
 
@@ -20,7 +23,7 @@ _compilations = 0
 def compiled(decoder: Decoder, name: str, *arguments: Any) -> tuple[Any, float]:
     """The compiled `decoder.<name>` for arguments of these shapes, and the seconds that compiling took (0: kept).
 
-    The state passed to `run` is donated: the loop works in place on one copy of the cache.
+    The state passed to `run` or `fill` is donated: both work in place on one copy of the cache.
     """
     global _compilations
     leaves, structure = jax.tree.flatten(arguments)
@@ -29,8 +32,7 @@ def compiled(decoder: Decoder, name: str, *arguments: Any) -> tuple[Any, float]:
         _programs.move_to_end(key)
         return _programs[key], 0.0
     start = time.perf_counter()
-    donate = (2,) if name == "run" else ()
-    program = jax.jit(getattr(decoder, name), donate_argnums=donate).lower(*arguments).compile()
+    program = jax.jit(getattr(decoder, name), donate_argnums=DONATED.get(name, ())).lower(*arguments).compile()
     _programs[key] = program
     if len(_programs) > KEPT:
         _programs.popitem(last=False)

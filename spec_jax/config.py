@@ -1,4 +1,4 @@
-"""What a caller may ask for: `SamplingParams` per prompt and one `SpeculativeConfig` per call, checked on creation.
+"""`SpeculativeConfig`: which drafter guesses, how far, and how its guesses are verified, checked on creation.
 
 Field names and meanings follow vLLM where it has them. This module imports neither jax nor flax.
 """
@@ -6,122 +6,17 @@ Field names and meanings follow vLLM where it has them. This module imports neit
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
-import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
+
+from spec_jax.checks import is_int, nearest, plain
 
 METHODS = ("none", "ngram", "draft_model", "layer_skip")
 RULES = ("coupled", "standard")
 WIDTHS = (4, 8, 16, 32, 64, 128)
 DEFAULT_TOKENS = {"none": 0, "ngram": 5, "draft_model": 4, "layer_skip": 4}
-MAX_SEED = 2**64 - 1
 MAX_LOOKUP = 64
-MAX_TEMPERATURE = 1e30
-"""Logits divided by a temperature beyond it, or below its inverse, overflow float32."""
-
-
-def nearest(name: str, allowed: Sequence[str]) -> str:
-    """` (did you mean 'x'?)` for a misspelt name, else an empty string."""
-    close = difflib.get_close_matches(name, allowed, n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
-
-
-def _plain(value: Any) -> Any:
-    """NumPy's scalars as Python's, which hash and print alike; everything else as it is."""
-    if isinstance(value, (bool, int, float)):
-        return value
-    return int(value) if _is_int(value) else float(value) if isinstance(value, numbers.Real) else value
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and value == value
-
-
-@dataclasses.dataclass(frozen=True, init=False)
-class SamplingParams:
-    """How the tokens of one prompt are chosen. Every option holds at every verified position.
-
-    Attributes:
-      n: samples per prompt; sample j > 0 uses a seed derived from (seed, j), reported in `seq.seed`.
-      temperature: 0 is greedy (ties go to the lowest id); otherwise the logits are divided by it.
-      top_k: keep the k most likely tokens; 0 or -1 keeps all. Ties at the cut are all kept.
-      top_p: keep the smallest set of most likely tokens whose mass reaches top_p, in (0, 1]. Ties are all kept.
-      min_p: keep tokens at least min_p times as likely as the likeliest, in [0, 1].
-      seed: 0..2**64-1; None draws a fresh one, reported in `seq.seed`.
-      max_tokens: at most this many new tokens; 0 returns none without running the model.
-      stop_token_ids: further ids that end a row; the stop token is the last of `token_ids`, not part of `text`.
-      ignore_eos: do not stop at the model's own end-of-text ids.
-
-    The filters apply in the order temperature, min_p, top_k, top_p. The fields below are part of the contract and not
-    implemented yet: a value other than the default is an error, never ignored.
-    """
-
-    n: int = 1
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None
-    max_tokens: int = 128
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    min_tokens: int = 0
-    stop: tuple[str, ...] = ()
-    logprobs: int | None = None
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] | None = None
-    bad_words: tuple[str, ...] = ()
-    allowed_token_ids: tuple[int, ...] | None = None
-    mask_fn: Any = None
-
-    def __init__(self, **fields):
-        known = [f.name for f in dataclasses.fields(type(self))]
-        for name in fields:
-            if name not in known:
-                raise ValueError(f"unknown sampling option {name!r}{nearest(name, known)}; known: {', '.join(known)}")
-        for field in dataclasses.fields(type(self)):
-            object.__setattr__(self, field.name, _plain(fields.get(field.name, field.default)))
-        self.__post_init__()
-
-    def __post_init__(self):
-        def check(ok, name, allowed):
-            if not ok:
-                raise ValueError(f"{name}={getattr(self, name)!r} is not allowed; it must be {allowed}")
-
-        check(_is_int(self.n) and self.n >= 1, "n", "an integer of at least 1")
-        t = self.temperature
-        allowed = f"0 (greedy) or between {1 / MAX_TEMPERATURE:g} and {MAX_TEMPERATURE:g}"
-        check(_is_number(t) and (t == 0 or 1 / MAX_TEMPERATURE <= t <= MAX_TEMPERATURE), "temperature", allowed)
-        check(_is_int(self.top_k) and self.top_k >= -1, "top_k", "an integer: 0 or -1 for all, else at least 1")
-        check(_is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", "in (0, 1]; 1 keeps all")
-        check(_is_number(self.min_p) and 0 <= self.min_p <= 1, "min_p", "in [0, 1]; 0 keeps all")
-        check(self.seed is None or (_is_int(self.seed) and 0 <= self.seed <= MAX_SEED), "seed", "None or 0..2**64-1")
-        check(_is_int(self.max_tokens) and self.max_tokens >= 0, "max_tokens", "an integer of at least 0")
-        check(isinstance(self.ignore_eos, bool), "ignore_eos", "True or False")
-        ids = self.stop_token_ids
-        ok = isinstance(ids, (list, tuple)) and all(_is_int(i) and i >= 0 for i in ids)
-        check(ok, "stop_token_ids", "a list of token ids (integers of at least 0)")
-        object.__setattr__(self, "stop_token_ids", tuple(ids))
-        for field in dataclasses.fields(self):
-            later = field.name not in _SUPPORTED
-            if later and getattr(self, field.name) not in (field.default, None, [], {}):
-                raise ValueError(
-                    f"{field.name}={getattr(self, field.name)!r} is not supported yet; leave it at its default. "
-                    f"Supported options: {', '.join(_SUPPORTED)}"
-                )
-
-
-_SUPPORTED = (
-    "n", "temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "stop_token_ids", "ignore_eos",
-)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -156,19 +51,19 @@ class SpeculativeConfig:
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
-            object.__setattr__(self, field.name, _plain(getattr(self, field.name)))
+            object.__setattr__(self, field.name, plain(getattr(self, field.name)))
         if self.method not in METHODS:
             raise ValueError(f"method={self.method!r} is not known{nearest(str(self.method), METHODS)}; "
                              f"known methods: {', '.join(METHODS)}")  # fmt: skip
         k = self.num_speculative_tokens
         if k is None:
             object.__setattr__(self, "num_speculative_tokens", DEFAULT_TOKENS[self.method])
-        elif not _is_int(k) or k < 0:
+        elif not is_int(k) or k < 0:
             raise ValueError(f"num_speculative_tokens={k!r} must be an integer of at least 0 (0 turns drafting off)")
         elif self.method == "none" and k:
             raise ValueError(f"num_speculative_tokens={k} needs a method; method='none' drafts nothing")
         width = self.verify_width
-        if width is not None and width != "auto" and (not _is_int(width) or width < 1):
+        if width is not None and width != "auto" and (not is_int(width) or width < 1):
             raise ValueError(f"verify_width={width!r} must be a positive integer, or None for the default")
         if self.rejection_sample_method is not None and self.rejection_sample_method not in RULES:
             name = self.rejection_sample_method
@@ -189,9 +84,9 @@ class SpeculativeConfig:
         if self.method == "ngram":
             longest = self.prompt_lookup_max
             shortest = self.prompt_lookup_min
-            longest = longest if longest is not None else max(3, shortest) if _is_int(shortest) else 3
+            longest = longest if longest is not None else max(3, shortest) if is_int(shortest) else 3
             shortest = shortest if shortest is not None else 1
-            if not (_is_int(longest) and _is_int(shortest) and 1 <= shortest <= longest <= MAX_LOOKUP):
+            if not (is_int(longest) and is_int(shortest) and 1 <= shortest <= longest <= MAX_LOOKUP):
                 raise ValueError(f"prompt_lookup_min={shortest!r} and prompt_lookup_max={longest!r} must be integers "
                                  f"with 1 <= min <= max <= {MAX_LOOKUP}")  # fmt: skip
             object.__setattr__(self, "prompt_lookup_max", longest)
@@ -200,11 +95,11 @@ class SpeculativeConfig:
             raise ValueError("method='draft_model' needs 'model': a hub name, a folder, a .gguf file or a loaded Model")
         if self.exit_layer is not None and self.draft_layers is not None:
             raise ValueError("give exit_layer or draft_layers, not both")
-        if self.exit_layer is not None and (not _is_int(self.exit_layer) or self.exit_layer < 1):
+        if self.exit_layer is not None and (not is_int(self.exit_layer) or self.exit_layer < 1):
             raise ValueError(f"exit_layer={self.exit_layer!r} must be a positive integer")
         if self.draft_layers is not None:
             layers = self.draft_layers
-            ok = isinstance(layers, (list, tuple)) and layers and all(_is_int(i) and i >= 0 for i in layers)
+            ok = isinstance(layers, (list, tuple)) and layers and all(is_int(i) and i >= 0 for i in layers)
             if not ok or list(layers) != sorted(set(layers)):
                 raise ValueError(f"draft_layers={layers!r} must be a list of different layer ids in ascending order")
             object.__setattr__(self, "draft_layers", tuple(layers))
@@ -246,7 +141,7 @@ def choose_width(num_nodes: int, verify_width: Any) -> int:
         raise ValueError("verify_width='auto' is not supported yet; give a number or None for the default")
     if verify_width is None:
         return next((w for w in WIDTHS if w >= max(num_nodes + 1, 8)), num_nodes + 1)
-    if not _is_int(verify_width) or verify_width < 1:
+    if not is_int(verify_width) or verify_width < 1:
         raise ValueError(f"verify_width={verify_width!r} must be a positive integer, or None for the default")
     if verify_width < num_nodes + 1:
         raise ValueError(f"verify_width={verify_width} cannot hold {num_nodes} draft tokens and the last token; "

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,69 +16,23 @@ from jax import lax
 
 from spec_jax import cache as kv
 from spec_jax import tree as tree_lib
+from spec_jax.decode_state import (
+    RUNNING,
+    STOP,
+    DecodeState,
+    Prefilled,
+    Rows,
+    fill_slots,
+    read_logprobs,
+    record,
+    start_state,
+)
 from spec_jax.drafting.base import Draft, Seen, TargetView, View
 from spec_jax.kernels.attention import pack_ancestors
 from spec_jax.models.layers import RowBlocks
-from spec_jax.sampling import SamplingState
-from spec_jax.verify import NEAR_TIE, verify
-
-RUNNING, STOP, LENGTH, CONTEXT = 0, 1, 2, 3
-
-
-@flax.struct.dataclass
-class Counters:
-    """What happened per row, counted per emitted token and so cut exactly where the text is cut.
-
-    Attributes:
-      steps: int32 [batch], verification steps while the row was live.
-      drafts: int32 [batch], steps that had at least one draft token.
-      draft_tokens: int32 [batch], draft tokens proposed.
-      accepted: int32 [batch], draft tokens accepted and emitted.
-      histogram: int32 [batch, nodes + 1], steps with a draft by how many of its tokens were accepted.
-      near_ties: int32 [batch], emitted tokens whose lead over the runner-up was below the near-tie bound.
-      broken: int32 [batch], emitted tokens that were chosen from logits that are not numbers.
-    """
-
-    steps: jax.Array
-    drafts: jax.Array
-    draft_tokens: jax.Array
-    accepted: jax.Array
-    histogram: jax.Array
-    near_ties: jax.Array
-    broken: jax.Array
-
-
-@flax.struct.dataclass
-class DecodeState:
-    """The carry of the loop.
-
-    Attributes:
-      tokens: int32 [batch, capacity], committed tokens: prompt, then output.
-      length: int32 [batch], how many are committed.
-      limit: int32 [batch], the length at which a row must end.
-      cap_reason: int32 [batch], LENGTH or CONTEXT, why `limit` is where it is.
-      finish: int32 [batch], RUNNING or the reason a row ended.
-      accepted: bool [batch, capacity], tokens that were drafted and accepted.
-      cache: the target's cache; cache.length = length - 1.
-      drafter: the drafter's own state.
-      sampling: the rows' sampling parameters and keys.
-      counters: statistics.
-    """
-
-    tokens: jax.Array
-    length: jax.Array
-    limit: jax.Array
-    cap_reason: jax.Array
-    finish: jax.Array
-    accepted: jax.Array
-    cache: kv.KVCache
-    drafter: Any
-    sampling: SamplingState
-    counters: Counters
-
-    @property
-    def live(self) -> jax.Array:
-        return self.finish == RUNNING
+from spec_jax.processors import read_committed, read_flight
+from spec_jax.sampling import NO_TOKEN, SamplingState
+from spec_jax.verify import verify
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +76,7 @@ class Decoder:
         cap_reason: jax.Array,
         sampling: SamplingState,
     ) -> DecodeState:
-        """Prefills the prompts and returns the state in front of the first step.
+        """Prefills a batch of prompts and returns the state in front of the first step.
 
         Args:
           tokens: int32 [batch, capacity], prompts at the left; capacity a multiple of the KV block that holds the
@@ -132,49 +85,57 @@ class Decoder:
           limit: int32 [batch], the length at which a row must end.
           cap_reason: int32 [batch], LENGTH or CONTEXT.
         """
-        batch, capacity = tokens.shape
+        row = self.blank(params, drafter_params, *tokens.shape)
+        row = self.prefill(params, drafter_params, row, tokens, jnp.zeros_like(prompt_length), prompt_length - 1)
+        return start_state(tokens, Rows(prompt_length, limit, cap_reason, sampling), row.cache, row.drafter)
+
+    def blank(self, params: Any, drafter_params: Any, batch: int, capacity: int) -> Prefilled:
+        """Empty caches for `batch` prompts of up to `capacity` tokens."""
         if capacity % kv.BLOCK:
             raise ValueError(f"capacity={capacity} must be a multiple of the KV block of {kv.BLOCK} slots")
         c = self.module.config
-        target = self._target(params)
         cache = kv.init_cache(c.num_layers, batch, c.num_kv_heads, capacity, c.head_dim, self.module.dtype)
-        drafter_state = self.drafter.init(drafter_params, target, batch, capacity)
-        cache, drafter_state = self._prefill(params, drafter_params, tokens, prompt_length - 1, cache, drafter_state)
-        finish = jnp.where(prompt_length >= limit, cap_reason, RUNNING)
-        accepted = jnp.zeros(tokens.shape, bool)
-        return DecodeState(
-            tokens,
-            prompt_length,
-            limit,
-            cap_reason,
-            finish,
-            accepted,
-            cache,
-            drafter_state,
-            sampling,
-            self.no_counts(batch),
-        )
+        return Prefilled(cache, self.drafter.init(drafter_params, self._target(params), batch, capacity))
 
-    def no_counts(self, batch: int) -> Counters:
-        """Counters at zero."""
-        zeros = [jnp.zeros(batch, jnp.int32) for _ in range(6)]
-        return Counters(*zeros[:4], jnp.zeros((batch, self.drafter.num_nodes + 1), jnp.int32), *zeros[4:])
+    def fill(
+        self,
+        state: DecodeState,
+        prefilled: Prefilled,
+        tokens: jax.Array,
+        slots: jax.Array,
+        count: jax.Array,
+        rows: Rows,
+    ) -> DecodeState:
+        """Puts one prefilled prompt into slots of a running batch; see `decode_state.fill_slots`."""
+        return fill_slots(state, prefilled, tokens, slots, count, rows, self.drafter.fill)
 
     def for_prefill(self) -> Decoder:
-        """The decoder whose `init` compiles to the same prefill, without what only matters afterwards.
+        """The decoder whose other programs than `run` are the same, without what only matters in a step.
 
-        Decoders that differ in width, rule or draft length share it, and so one compiled program; the counters of its
-        state are to be replaced by `no_counts`.
+        Decoders that differ in width, rule or draft length share it, and so one compiled program.
         """
         drafter = self.drafter.for_prefill()
-        return dataclasses.replace(self, drafter=drafter, width=max(128, drafter.num_nodes + 1), rule="coupled")
+        # Below E2 a block is one flight of the whole batch; prefill feeds one prompt and need not agree with it.
+        rows = self.rows if self.rows.tile is not None else RowBlocks()
+        width = max(128, drafter.num_nodes + 1)
+        return dataclasses.replace(self, drafter=drafter, width=width, rule="coupled", rows=rows)
 
-    def run(self, params: Any, drafter_params: Any, state: DecodeState, max_steps: jax.Array) -> DecodeState:
-        """Decodes until every row has ended or `max_steps` more steps are done. `state` may be donated."""
+    def run(
+        self,
+        params: Any,
+        drafter_params: Any,
+        state: DecodeState,
+        max_steps: jax.Array,
+        min_live: jax.Array | int = 1,
+    ) -> DecodeState:
+        """Decodes until fewer than `min_live` rows are live or `max_steps` more steps are done.
+
+        `state` may be donated.
+        """
 
         def unfinished(carry):
             steps, state = carry
-            return state.live.any() & (steps < max_steps)
+            return (state.live.sum() >= jnp.maximum(min_live, 1)) & (steps < max_steps)
 
         def step(carry):
             steps, state = carry
@@ -187,7 +148,9 @@ class Decoder:
         # 1) Draft.
         index = jnp.arange(state.length.shape[0])
         last = state.tokens[index, state.length - 1]
-        draft, drafter_state = self._propose(params, drafter_params, state, last)
+        processors, vocab = state.sampling.processors, self.module.config.vocab_size
+        committed = read_committed(processors, state.tokens, state.prompt_length, state.length, vocab)
+        draft, drafter_state = self._propose(params, drafter_params, state, last, committed)
         cache = state.cache if draft.target_cache is None else draft.target_cache
 
         # 2) One target forward pass of the last token and the draft nodes. The barriers keep the pass the same
@@ -197,7 +160,9 @@ class Decoder:
         # A proposal outside the vocabulary is refused by every rule; fed as it is, JAX would clamp it in silence.
         known = (draft.tokens >= 0) & (draft.tokens < self.vocab_size)
         flight = jnp.concatenate([last[:, None], jnp.where(known, draft.tokens, 0), padding], axis=1)
-        depth, ancestors, row_parents, chain = self._shape_of(draft)
+        mask, row_parents, chain = self._shape_of(draft)
+        depth, ancestors = tree_lib.depths(mask), pack_ancestors(mask if mask.ndim == 3 else mask[None])
+        row_parents = jnp.broadcast_to(row_parents, draft.tokens.shape)
         flight, cache = lax.optimization_barrier((flight, cache))
         out = self.module.apply(
             {"params": params},
@@ -211,36 +176,52 @@ class Decoder:
         )
         logits, features, cache = lax.optimization_barrier((out.logits, out.features, out.cache))
 
-        # 3) Verify.
+        # 3) Verify, every row behind its own history.
+        used = nodes + 1
+        first = state.length == state.prompt_length
+        ahead = mask[..., :used, :used]
+        history = read_flight(processors, committed, flight[:, :used], ahead, row_parents, state.grammar_states, first)
         verdict = verify(
             self.rule,
             logits,
             draft,
-            jnp.broadcast_to(row_parents, draft.tokens.shape),
+            row_parents,
             jnp.broadcast_to(depth, flight.shape),
             chain,
             state.length,
             state.sampling,
             self.vocab_size,
+            history,
         )
 
-        # 4) Commit the run, token by token: a stop token or the limit inside it ends it there.
+        # 4) Commit the run, token by token: a stop token, the limit, or options that leave no token end it there.
         column = jnp.arange(self.width)
         is_stop = (verdict.tokens[..., None] == state.sampling.stop_ids[:, None, :]).any(-1)
+        is_none = verdict.tokens == NO_TOKEN
         run = jnp.minimum(verdict.num_accepted + 1, state.limit - state.length)
-        stops = is_stop & (column < run[:, None])
-        stopped = stops.any(axis=1)
-        emitted = jnp.where(stopped, jnp.argmax(stops, axis=1) + 1, run)
+        ends = (is_stop | is_none) & (column < run[:, None])
+        ended = ends.any(axis=1)
+        end = jnp.argmax(ends, axis=1)
+        emitted = jnp.where(ended, end + ~is_none[index, end], run)
         emitted = jnp.where(state.live, emitted, 0)
         kept = column < emitted[:, None]
         at = jnp.where(kept, state.length[:, None] + column, state.tokens.shape[1])
         tokens = state.tokens.at[index[:, None], at].set(verdict.tokens, mode="drop")
-        was_draft = column < verdict.num_accepted[:, None]
-        accepted = state.accepted.at[index[:, None], at].set(was_draft, mode="drop")
         length = state.length + emitted
         finish = jnp.where(length >= state.limit, state.cap_reason, RUNNING)
-        finish = jnp.where(stopped, STOP, finish)
+        finish = jnp.where(ended, STOP, finish)
         finish = jnp.where(state.live, finish, state.finish)
+
+        logprobs = None
+        if state.trace.logprobs is not None:
+            top = state.trace.logprobs.top.shape[-1]
+            logprobs = read_logprobs(logits, verdict.path, verdict.tokens, kept, top, self.vocab_size)
+        was_draft = column < verdict.num_accepted[:, None]
+        trace = record(state.trace, at, was_draft, draft.count, verdict.gaps, logprobs)
+        states = state.grammar_states
+        if states:
+            newest = verdict.path[index, jnp.maximum(emitted - 1, 0)]
+            states = jax.tree.map(lambda x: x[index, newest], history.after)
 
         # 5) Roll back: the accepted path becomes contiguous (a chain already is), the rest is cut off by the length.
         if not chain:
@@ -254,21 +235,21 @@ class Decoder:
         seen = Seen(fed, verdict.tokens, state.length - 1, emitted, along, logits, verdict.path, prefill=False)
         drafter_state = self.drafter.commit(drafter_params, drafter_state, seen)
 
-        counters = self._count(state, draft, verdict, emitted, kept)
         return state.replace(
             tokens=tokens,
             length=length,
             finish=finish,
-            accepted=accepted,
+            steps=state.steps + 1,
+            trace=trace,
             cache=cache,
             drafter=drafter_state,
-            counters=counters,
+            grammar_states=states,
         )
 
     def _target(self, params) -> TargetView:
         return TargetView(params, self.module, self.rows, self.vocab_size)
 
-    def _propose(self, params, drafter_params, state, last) -> tuple[Draft, Any]:
+    def _propose(self, params, drafter_params, state, last, committed) -> tuple[Draft, Any]:
         if self.drafter.num_nodes == 0:
             batch = last.shape[0]
             return Draft(jnp.zeros((batch, 0), jnp.int32), jnp.zeros(batch, jnp.int32)), state.drafter
@@ -283,6 +264,9 @@ class Decoder:
             state.sampling,
             self._target(params),
             rule=self.rule,
+            committed=committed,
+            grammar_states=state.grammar_states,
+            first=state.length == state.prompt_length,
         )
         draft, drafter_state = self.drafter.propose(drafter_params, state.drafter, view)
         for name, shape in (("tokens", (*last.shape, self.drafter.num_nodes)), ("count", last.shape)):
@@ -308,26 +292,31 @@ class Decoder:
         return nodes if draft.auxiliary is None else nodes - draft.auxiliary.sum(dtype=jnp.int32)
 
     def _shape_of(self, draft: Draft):
-        """Depths, packed ancestors and row parents of the flight, and whether its acceptable nodes form a chain."""
+        """Which rows in flight each row sees, the nodes' row parents, and whether acceptable nodes form a chain."""
         nodes = self.drafter.num_nodes
         parents = draft.parents
-        if parents is None:
-            static = self.drafter.parents
-            chain = static is None
-            parents = np.asarray(tree_lib.chain_parents(nodes) if chain else static, np.int32)
-            if chain:  # padding rows continue the chain: one mask and one program for every number of nodes
-                mask = np.tril(np.ones((self.width, self.width), bool))
-            else:
-                mask = tree_lib.ancestor_mask(parents, self.width)
+        if parents is not None:
+            parents = jnp.asarray(parents, jnp.int32)
+            return tree_lib.ancestor_mask(parents, self.width), parents + 1, False
+        static = self.drafter.parents
+        chain = static is None
+        parents = np.asarray(tree_lib.chain_parents(nodes) if chain else static, np.int32)
+        if chain:  # padding rows continue the chain: one mask and one program for every number of nodes
+            mask = np.tril(np.ones((self.width, self.width), bool))
         else:
-            chain = False
-            mask = tree_lib.ancestor_mask(jnp.asarray(parents, jnp.int32), self.width)
-        depth = tree_lib.depths(mask)
-        packed = pack_ancestors(mask if mask.ndim == 3 else mask[None])
-        return depth, packed, jnp.asarray(parents) + 1, chain
+            mask = tree_lib.ancestor_mask(parents, self.width)
+        return mask, jnp.asarray(parents) + 1, chain
 
-    def _prefill(self, params, drafter_params, tokens, count, cache, drafter_state):
-        """Feeds tokens[:, :count] chunk by chunk; rows of other lengths share the chunks."""
+    def prefill(
+        self, params: Any, drafter_params: Any, row: Prefilled, tokens: jax.Array, start: jax.Array, end: jax.Array
+    ) -> Prefilled:
+        """Feeds tokens[:, start:end], chunk by chunk, to the target and the drafter; rows share the chunks.
+
+        Args:
+          row: caches that hold the tokens in front of `start`, of as many prompts.
+          tokens: int32 [batch, capacity].
+          start, end: int32 [batch].
+        """
         chunk = self.prefill_chunk
         depth = np.arange(chunk, dtype=np.int32)
         ancestors = pack_ancestors(np.tril(np.ones((1, chunk, chunk), bool)))
@@ -335,13 +324,12 @@ class Decoder:
         needs = self.drafter.needs
 
         def body(carry):
-            index, cache, drafter_state = carry
-            start = index * chunk
-            fed = lax.dynamic_slice_in_dim(padded, start, chunk, axis=1)
-            follow = lax.dynamic_slice_in_dim(padded, start + 1, chunk, axis=1)
-            starts = jnp.full(count.shape, start)
-            inside = jnp.clip(count - start, 0, chunk)
-            fed, cache = lax.optimization_barrier((fed, cache.replace(length=starts)))
+            index, row = carry
+            starts = jnp.minimum(start + index * chunk, tokens.shape[1])  # a row that is done writes beyond the end
+            at = starts[:, None] + jnp.arange(chunk + 1)
+            text = jnp.take_along_axis(padded, at, axis=1)
+            inside = jnp.clip(end - starts, 0, chunk)
+            fed, cache = lax.optimization_barrier((text[:, :-1], row.cache.replace(length=starts)))
             out = self.module.apply(
                 {"params": params},
                 fed,
@@ -353,26 +341,9 @@ class Decoder:
                 with_logits=needs.prefill_logits,
             )
             path = jnp.broadcast_to(depth, fed.shape)
-            seen = Seen(fed, follow, starts, inside, out.features, out.logits, path, prefill=True)
-            return index + 1, out.cache, self.drafter.commit(drafter_params, drafter_state, seen)
+            seen = Seen(fed, text[:, 1:], starts, inside, out.features, out.logits, path, prefill=True)
+            return index + 1, Prefilled(out.cache, self.drafter.commit(drafter_params, row.drafter, seen))
 
-        chunks = (jnp.max(count) + chunk - 1) // chunk
-        start = (jnp.int32(0), cache, drafter_state)
-        _, cache, drafter_state = lax.while_loop(lambda carry: carry[0] < chunks, body, start)
-        return cache.replace(length=count), drafter_state
-
-    def _count(self, state, draft, verdict, emitted, kept) -> Counters:
-        c, live = state.counters, state.live
-        drafted = live & (draft.count > 0)
-        accepted = jnp.minimum(verdict.num_accepted, emitted)
-        rows = jnp.arange(emitted.shape[0])
-        bound = NEAR_TIE[self.module.dtype]
-        return Counters(
-            steps=c.steps + live,
-            drafts=c.drafts + drafted,
-            draft_tokens=c.draft_tokens + draft.count,
-            accepted=c.accepted + accepted,
-            histogram=c.histogram.at[rows, accepted].add(drafted.astype(jnp.int32), mode="drop"),
-            near_ties=c.near_ties + ((verdict.gaps < bound) & kept).sum(axis=1, dtype=jnp.int32),
-            broken=c.broken + (jnp.isnan(verdict.gaps) & kept).sum(axis=1, dtype=jnp.int32),
-        )
+        chunks = (jnp.max(end - start) + chunk - 1) // chunk
+        _, row = lax.while_loop(lambda carry: carry[0] < chunks, body, (jnp.int32(0), row))
+        return row.replace(cache=row.cache.replace(length=end))

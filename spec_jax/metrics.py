@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from spec_jax.session import Session
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -15,14 +19,18 @@ class Stats:
     """Counts of one sequence or of a whole call; totals are sums of counts, never means of ratios.
 
     Attributes:
-      num_steps: verification steps (target forward passes of a row after prefill).
+      num_steps: verification steps that emitted a token (target forward passes of a row after prefill).
       num_drafts: steps with at least one draft token.
       num_draft_tokens: draft tokens proposed to verification.
       num_accepted_tokens: draft tokens accepted and emitted.
       num_emitted_tokens: tokens returned.
+      num_cached_tokens: prompt tokens that were not prefilled for this sequence: a session's cache, another sample of
+        the same prompt, or another prompt with the same beginning held them.
       acceptance_histogram: drafts by the number of their tokens accepted, index 0..K.
       near_ties: emitted tokens whose lead over the runner-up was below `verify.NEAR_TIE`: where greedy text may differ
         between programs whose logits are not bit-identical. Sampled rows under `standard` are not counted.
+      num_forward_rows: rows of the target's forward passes in the whole call, prefill, idle slots and padding
+        included; 0 for a single sequence.
       compile_seconds, prefill_seconds, decode_seconds: wall clock of the call; 0 for a single sequence.
     """
 
@@ -31,8 +39,10 @@ class Stats:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_emitted_tokens: int = 0
+    num_cached_tokens: int = 0
     acceptance_histogram: tuple[int, ...] = (0,)
     near_ties: int = 0
+    num_forward_rows: int = 0
     compile_seconds: float = 0.0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
@@ -86,18 +96,30 @@ def total(parts: Sequence[Stats]) -> Stats:
     return Stats(**sums, acceptance_histogram=tuple(histogram))
 
 
+@dataclasses.dataclass(frozen=True)
+class Logprob:
+    """Natural-log probability of a token under the raw logits, and its rank among all ids, 1 for the likeliest."""
+
+    logprob: float
+    rank: int
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Completion:
     """One generated continuation of one prompt.
 
     Attributes:
       prompt_index: which prompt it continues.
-      token_ids: the new tokens; a stop token is the last of them.
-      text: their text without the stop token, None where the model has no tokenizer.
+      token_ids: the new tokens; a stop token, or the token that completes a stop string, is the last of them.
+      text: their text without the stop token or stop string, None where the model has no tokenizer.
       finish_reason: "stop", "length" (max_tokens) or "context" (the model's context is full).
+      stop_reason: the id of `stop_token_ids` or the string of `stop` that ended it; None for the model's own
+        end-of-text ids, for options that leave no token, and for the other reasons.
       seed: the seed that gives this text again with n=1.
       accepted: per token, True where a draft token was accepted.
-      logprobs: None; log-probabilities are not computed yet.
+      gaps: per token, its lead over the runner-up in units of the logits after the options: where it is tiny, programs
+        whose logits are not bit-identical may write another text. inf where the rule has none.
+      logprobs: per token {token id: Logprob} of the token itself, first, and of the likeliest ids; None unless asked for.
       stats: this sequence's counts.
     """
 
@@ -105,9 +127,11 @@ class Completion:
     token_ids: list[int]
     text: str | None
     finish_reason: str
+    stop_reason: int | str | None = None
     seed: int
     accepted: list[bool]
-    logprobs: None = None
+    gaps: list[float] = dataclasses.field(repr=False, default_factory=list)
+    logprobs: list[dict[int, Logprob]] | None = None
     stats: Stats
 
 
@@ -120,9 +144,11 @@ class GenerateResult:
       exactness: "E2", "E1" or "E0", the level that this call ran under (see README).
       verify_width: rows of one verification step.
       stats: sums over the sequences, and the call's times.
+      session: continues the sequences, see `session.Session`.
     """
 
     sequences: list[Completion]
     exactness: str
     verify_width: int
     stats: Stats
+    session: Session | None = dataclasses.field(default=None, repr=False, compare=False)

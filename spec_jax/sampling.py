@@ -14,8 +14,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from spec_jax import processors as processors_lib
+from spec_jax.processors import History, Processors
+
 ACCEPT, TARGET, DRAFT = 0, 1, 2
 """Purposes of noise: acceptance uniforms; the target's own Gumbel noise (plain, bonus, residual); the drafter's."""
+NO_TOKEN = -1
+"""In place of a token where the options leave none to choose; equal to no draft token."""
 
 
 @flax.struct.dataclass
@@ -27,6 +32,7 @@ class SamplingState:
       top_k: int32 [batch], 0 for all.
       key: typed PRNG keys [batch], from the rows' seeds.
       stop_ids: int32 [batch, stops], padded with -1.
+      processors: the options that depend on the text, None where no row uses any.
     """
 
     temperature: jax.Array
@@ -35,6 +41,7 @@ class SamplingState:
     min_p: jax.Array
     key: jax.Array
     stop_ids: jax.Array
+    processors: Processors | None = None
 
 
 def over_rows(function: Callable, *arrays: jax.Array):
@@ -67,19 +74,16 @@ def _largest_threshold(enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
     return lax.fori_loop(0, 32, step, jnp.uint32(0))
 
 
-def process(logits: jax.Array, temperature, top_k, top_p, min_p, vocab_size: int) -> jax.Array:
+def process(logits: jax.Array, temperature, top_k, top_p, min_p) -> jax.Array:
     """The processed logits [vocab] of one row: divided by the temperature, -inf where a filter cut a token.
 
     Thresholds are found by bisection, not by sorting: ties at a cut are all kept, and no order of equal elements or of
     a cumulative sum can leak in. The same function standardises target and drafter, as exactness requires.
 
     Args:
-      logits: float32 [vocab] of one row.
+      logits: float32 [vocab] of one row, -inf at ids that must not be chosen.
       temperature: > 0 (a greedy row's result is not used).
-      vocab_size: ids at and beyond it are padding of the embedding and never sampled.
     """
-    logits = logits.astype(jnp.float32)
-    logits = mask_padding(logits, vocab_size)
     scaled = logits / jnp.where(temperature > 0, temperature, 1.0)
     peak = scaled.max()
     scaled = jnp.where(scaled >= peak + jnp.log(min_p), scaled, -jnp.inf)  # log(0) = -inf keeps all
@@ -113,53 +117,86 @@ def gumbel(key: jax.Array, position: jax.Array, purpose: int, size: int) -> jax.
     return jax.random.gumbel(noise_key(key, position, purpose), (size,), jnp.float32)
 
 
-def top_two_gap(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The index of the largest score (ties: the lowest index) and its lead over the runner-up. scores [vocab]."""
+def best_token(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The id of the largest score (ties: the lowest id) and its lead over the runner-up. scores [vocab].
+
+    NO_TOKEN where every score is -inf, and a lead of NaN where one is not a number.
+    """
     best = jnp.argmax(scores).astype(jnp.int32)
-    rest = jnp.where(jnp.arange(scores.shape[0]) == best, -jnp.inf, scores)
-    return best, jnp.where(jnp.isnan(scores).any(), jnp.nan, scores[best] - rest.max())
+    peak = scores[best]
+    rest = jnp.where(jnp.arange(scores.shape[0]) == best, -jnp.inf, scores).max()
+    lead = jnp.where(rest == -jnp.inf, jnp.inf, peak - rest)
+    return jnp.where(peak == -jnp.inf, NO_TOKEN, best), jnp.where(jnp.isnan(scores).any(), jnp.nan, lead)
+
+
+def adjusted(logits, sampling: SamplingState, history: History | None, row, column, position, vocab_size) -> jax.Array:
+    """The logits [vocab] of one row in flight after every option that holds at temperature 0 too."""
+    logits = mask_padding(logits.astype(jnp.float32), vocab_size)
+    return processors_lib.adjust(logits, sampling.processors, history, sampling.stop_ids, row, column, position)
 
 
 def choose_tokens(
-    logits: jax.Array, positions: jax.Array, sampling: SamplingState, vocab_size: int, purpose: int = TARGET
+    logits: jax.Array,
+    positions: jax.Array,
+    sampling: SamplingState,
+    vocab_size: int,
+    purpose: int | None = TARGET,
+    history: History | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The token each row chooses: the argmax where the temperature is 0, else Gumbel-max over the processed logits.
 
     Args:
       logits: float32 [batch, width, vocab].
       positions: int32 [batch, width], absolute positions of the tokens to choose; they key the noise.
+      purpose: of the noise; None chooses the argmax in every row.
+      history: what precedes the tokens, where `sampling.processors` asks for it.
 
     Returns:
-      tokens int32 [batch, width] and gaps float32 [batch, width], the lead of the choice over the runner-up in units of
-      the logits, NaN where the logits are.
+      tokens int32 [batch, width], NO_TOKEN where the options leave none, and gaps float32 [batch, width], the lead of
+      the choice over the runner-up in units of the logits, NaN where the logits are.
     """
     batch, width, vocab = logits.shape
     s = sampling
 
-    def one(row, logits, position):
+    def one(row, column, logits, position):
+        logits = adjusted(logits, s, history, row, column, position, vocab_size)
+        if purpose is None:
+            return best_token(logits)
+
         def sample():
-            scores = process(logits, s.temperature[row], s.top_k[row], s.top_p[row], s.min_p[row], vocab_size)
-            token, gap = top_two_gap(scores + gumbel(s.key[row], position, purpose, vocab))
+            scores = process(logits, s.temperature[row], s.top_k[row], s.top_p[row], s.min_p[row])
+            token, gap = best_token(scores + gumbel(s.key[row], position, purpose, vocab))
             return token, gap * s.temperature[row]
 
-        return lax.cond(s.temperature[row] > 0, sample, lambda: top_two_gap(mask_padding(logits, vocab_size)))
+        return lax.cond(s.temperature[row] > 0, sample, lambda: best_token(logits))
 
-    rows = jnp.repeat(jnp.arange(batch), width)
-    tokens, gaps = over_rows(one, rows, logits.reshape(-1, vocab), positions.reshape(-1))
+    rows, columns = (x.reshape(-1) for x in jnp.indices((batch, width)))
+    tokens, gaps = over_rows(one, rows, columns, logits.reshape(-1, vocab), positions.reshape(-1))
     return tokens.reshape(batch, width), gaps.reshape(batch, width)
 
 
-def probabilities(logits: jax.Array, sampling: SamplingState, vocab_size: int) -> jax.Array:
-    """Processed probabilities float32 [batch, vocab] of logits [batch, vocab]; one-hot where the temperature is 0."""
+def probabilities(
+    logits: jax.Array, positions: jax.Array, sampling: SamplingState, vocab_size: int, history: History | None = None
+) -> jax.Array:
+    """Processed probabilities float32 [batch, vocab] of logits [batch, vocab]: what `choose_tokens` draws from.
+
+    One-hot where the temperature is 0; zeros where the options leave no token.
+
+    Args:
+      positions: int32 [batch], absolute positions of the tokens to choose.
+    """
     s = sampling
 
-    def one(logits, temperature, top_k, top_p, min_p):
+    def one(row, logits, position):
+        logits = adjusted(logits, s, history, row, 0, position, vocab_size)
+
         def soft():
-            return jax.nn.softmax(process(logits, temperature, top_k, top_p, min_p, vocab_size))
+            scores = process(logits, s.temperature[row], s.top_k[row], s.top_p[row], s.min_p[row])
+            return jnp.where(scores.max() == -jnp.inf, 0.0, jax.nn.softmax(scores))
 
         def hard():
-            return jax.nn.one_hot(jnp.argmax(mask_padding(logits, vocab_size)), logits.shape[0], dtype=jnp.float32)
+            return jax.nn.one_hot(best_token(logits)[0], logits.shape[0], dtype=jnp.float32)
 
-        return lax.cond(temperature > 0, soft, hard)
+        return lax.cond(s.temperature[row] > 0, soft, hard)
 
-    return over_rows(one, logits, s.temperature, s.top_k, s.top_p, s.min_p)
+    return over_rows(one, jnp.arange(logits.shape[0]), logits, positions)

@@ -8,6 +8,7 @@ alike, as they do in Hugging Face's tokenizers: text from strangers should be fi
 from __future__ import annotations
 
 import functools
+import json
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -81,15 +82,16 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._template is not None
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of plain text.
 
-        Adds what the model's own tokenizer adds (Llama 3: one beginning-of-text id; SmolLM2 and Qwen: nothing).
+        Adds what the model's own tokenizer adds (Llama 3: one beginning-of-text id; SmolLM2 and Qwen: nothing), unless
+        `add_special_tokens` is False, as for a text that continues another.
         """
         if not isinstance(text, str):
             raise ValueError(f"encode takes a str, got {type(text).__name__}: {text!r:.60}")
-        ids = self._encode(text, add_special_tokens=True)
-        if self._add_bos and ids[:1] != [self.bos_token_id]:
+        ids = self._encode(text, add_special_tokens=add_special_tokens)
+        if add_special_tokens and self._add_bos and ids[:1] != [self.bos_token_id]:
             ids.insert(0, self.bos_token_id)
         return ids
 
@@ -137,6 +139,12 @@ class Tokenizer:
     def vocabulary(self) -> dict[str, int]:
         """Token to id, added tokens included; two models can share drafts only where these agree."""
         return self._backend.get_vocab(with_added_tokens=True)
+
+    def describe_decoding(self) -> tuple[dict[str, Any] | None, frozenset[int]]:
+        """What `decode` does: its decoder as `tokenizer.json` describes it (None: it has none), and all added ids."""
+        carrier = tokenizers.Tokenizer(models.BPE())  # a description of the backend would hold the vocabulary too
+        carrier.decoder = self._backend.decoder
+        return json.loads(carrier.to_str())["decoder"], frozenset(self._backend.get_added_tokens_decoder())
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         try:

@@ -15,6 +15,7 @@ from jax import lax
 
 from spec_jax import sampling as sampling_lib
 from spec_jax.drafting.base import Draft, DraftProbs
+from spec_jax.processors import History
 from spec_jax.sampling import SamplingState
 
 NEAR_TIE = {"float32": 2e-4, "bfloat16": 1.5}
@@ -52,6 +53,7 @@ def verify(
     length: jax.Array,
     sampling: SamplingState,
     vocab_size: int,
+    history: History | None = None,
 ) -> Verification:
     """Applies `rule` to one step.
 
@@ -64,6 +66,7 @@ def verify(
       chain: whether the nodes that can be accepted form a chain in rows 1, 2, ...
       length: int32 [batch], committed tokens: the position of the first token to emit.
       vocab_size: ids at and beyond it are padding.
+      history: what precedes the token that follows each row, where `sampling.processors` asks for it.
 
     Raises:
       ValueError: for an unknown rule, or a rule that cannot verify a tree.
@@ -82,10 +85,10 @@ def verify(
         # Rows behind the last node are padding: they choose nothing.
         used = logits[:, : nodes + 1]
         positions = length[:, None] + depth[:, : nodes + 1]
-        chosen, gaps = sampling_lib.choose_tokens(used, positions, sampling, vocab_size)
+        chosen, gaps = sampling_lib.choose_tokens(used, positions, sampling, vocab_size, history=history)
         walk = _match_chain if chain else _match_tree
         return _pad(walk(chosen, gaps, draft.tokens, valid, row_parents), logits.shape[1])
-    return _pad(_standard(logits, draft, valid, length, sampling, vocab_size), logits.shape[1])
+    return _pad(_standard(logits, draft, valid, length, sampling, vocab_size, history), logits.shape[1])
 
 
 def _pad(v: Verification, width: int) -> Verification:
@@ -135,33 +138,36 @@ def residual(p: jax.Array, q: jax.Array) -> jax.Array:
     return jnp.where(rest.sum(axis=-1, keepdims=True) > 0, rest, p)
 
 
-def _standard(logits, draft, valid, length, sampling, vocab_size) -> Verification:
+def _standard(logits, draft, valid, length, sampling, vocab_size, history) -> Verification:
     batch, nodes = draft.tokens.shape
     vocab = logits.shape[-1]
     s = sampling
 
-    def accept(row, logits, token, draft_prob, position):
+    def processed(row, logits):
+        return sampling_lib.process(logits, s.temperature[row], s.top_k[row], s.top_p[row], s.min_p[row])
+
+    def accept(row, column, logits, token, draft_prob, position):
         """Whether one draft token passes its own test. Greedy rows accept the argmax only."""
+        logits = sampling_lib.adjusted(logits, s, history, row, column, position, vocab_size)
 
         def sampled():
-            scores = sampling_lib.process(
-                logits, s.temperature[row], s.top_k[row], s.top_p[row], s.min_p[row], vocab_size
-            )
-            p = jnp.exp(scores[token] - jax.nn.logsumexp(scores))
+            scores = processed(row, logits)
+            p = jnp.exp(scores[token] - jax.nn.logsumexp(scores))  # NaN, and so refused, where no token is left
             u = jax.random.uniform(sampling_lib.noise_key(s.key[row], position, sampling_lib.ACCEPT))
             return u < acceptance_probability(p, draft_prob), jnp.float32(jnp.inf)
 
         def greedy():
-            best, gap = sampling_lib.top_two_gap(sampling_lib.mask_padding(logits, vocab_size))
+            best, gap = sampling_lib.best_token(logits)
             return token == best, gap
 
         return lax.cond(s.temperature[row] > 0, sampled, greedy)
 
-    rows = jnp.repeat(jnp.arange(batch), nodes)
+    rows, columns = (x.reshape(-1) for x in jnp.indices((batch, nodes)))
     positions = length[:, None] + jnp.arange(nodes)
     passed, gaps = sampling_lib.over_rows(
         accept,
         rows,
+        columns,
         logits[:, :nodes].reshape(-1, vocab),
         draft.tokens.reshape(-1),
         _draft_probability(draft).reshape(-1),
@@ -177,21 +183,21 @@ def _standard(logits, draft, valid, length, sampling, vocab_size) -> Verificatio
     token = draft.tokens[index, at]
     q = _draft_law(draft, at, token, vocab)
 
-    def choose(row, logits, q, refused, position):
+    def choose(row, column, logits, q, refused, position):
+        logits = sampling_lib.adjusted(logits, s, history, row, column, position, vocab_size)
+
         def sampled():
-            scores = sampling_lib.process(
-                logits, s.temperature[row], s.top_k[row], s.top_p[row], s.min_p[row], vocab_size
-            )
-            scores = jnp.where(refused, jnp.log(residual(jax.nn.softmax(scores), q)), scores)
+            scores = processed(row, logits)
+            none_left = scores.max() == -jnp.inf
+            scores = jnp.where(refused & ~none_left, jnp.log(residual(jax.nn.softmax(scores), q)), scores)
             noise = sampling_lib.gumbel(s.key[row], position, sampling_lib.TARGET, vocab)
-            return jnp.argmax(scores + noise).astype(jnp.int32), jnp.float32(jnp.inf)
+            return sampling_lib.best_token(scores + noise)[0], jnp.float32(jnp.inf)
 
-        def greedy():
-            return sampling_lib.top_two_gap(sampling_lib.mask_padding(logits, vocab_size))
+        return lax.cond(s.temperature[row] > 0, sampled, lambda: sampling_lib.best_token(logits))
 
-        return lax.cond(s.temperature[row] > 0, sampled, greedy)
-
-    follow, lead = sampling_lib.over_rows(choose, index, logits[index, num_accepted], q, refused, length + num_accepted)
+    follow, lead = sampling_lib.over_rows(
+        choose, index, num_accepted, logits[index, num_accepted], q, refused, length + num_accepted
+    )
     column = jnp.arange(nodes + 1)
     drafted = jnp.pad(draft.tokens, ((0, 0), (0, 1)))
     tokens = jnp.where(column < num_accepted[:, None], drafted, follow[:, None])

@@ -10,7 +10,7 @@ class ByteTokenizer:
 
     has_chat_template = False
 
-    def encode(self, text):
+    def encode(self, text, add_special_tokens=True):
         return list(text.encode())
 
     def decode(self, ids):

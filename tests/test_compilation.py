@@ -81,7 +81,9 @@ def test_decoders_equal_by_value_share_their_programs():
     kept = program_count()
     decoder, twin = tiny.decoder_of(tiny.tiny(), tiny.ScriptDrafter(K), 3), tiny.decoder_of(tiny.tiny(), drafter, 3)
     assert decoder == twin and hash(decoder) == hash(twin)
-    tiny.advance(decoder, tiny.tiny(), params, tiny.start(decoder, tiny.tiny(), params, prompts(), 20))
+    state = tiny.start(decoder, tiny.tiny(), params, prompts(), 20)
+    kept = program_count()  # `start` prefills all prompts in one program, `generate` one by one
+    tiny.advance(decoder, tiny.tiny(), params, state)
     assert program_count() == kept
 
 
@@ -92,7 +94,7 @@ def test_another_bucket_compiles_once_and_gives_the_same_text():
     before = program_count()
     model = dataclasses.replace(tiny.tiny(), max_model_len=1000)
     result = generate(model, given, sampling={"max_tokens": 40})
-    assert result.stats.compile_seconds > 0 and program_count() == before + 2
+    assert result.stats.compile_seconds > 0 and program_count() == before + 3  # prefill, fill, run
     kept = program_count()
     outputs = [s.token_ids for s in result.sequences]
     assert outputs[0][:20] == short
@@ -113,12 +115,12 @@ def test_the_loop_runs_without_host_transfers():
     model, (drafter, params) = tiny.tiny(), tiny.script([[1]] * 3, K)
     decoder = tiny.decoder_of(model, drafter, 3)
     state = tiny.start(decoder, model, params, prompts(), 20)
-    steps = jnp.int32(1000)
-    program, _ = compiled(decoder, "run", model.params, params, state, steps)
+    limits = jnp.int32(1000), jnp.int32(1)
+    program, _ = compiled(decoder, "run", model.params, params, state, *limits)
     assert not any(word in program.as_text() for word in ("infeed", "outfeed", "callback"))
-    jax.block_until_ready((state, steps))
+    jax.block_until_ready((state, limits))
     with jax.transfer_guard("disallow"):
-        done = jax.block_until_ready(program(model.params, params, state, steps))
+        done = jax.block_until_ready(program(model.params, params, state, *limits))
         with pytest.raises(Exception, match="[Dd]isallowed host-to-device"):
             jnp.add(done.length, np.ones(3, np.int32))
     assert not done.live.any()

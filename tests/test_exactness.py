@@ -11,10 +11,10 @@ import pytest
 from tiny import experiment, plain, prompts_of, script, tiny
 
 from spec_jax import exactness
-from spec_jax.config import SamplingParams
 from spec_jax.drafting.base import NoDrafter
 from spec_jax.generation import generate
 from spec_jax.models.layers import RowBlocks
+from spec_jax.sampling_params import SamplingParams
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,10 @@ import pytest
 from scipy import stats
 from tiny import markov, random_table, script
 
-from spec_jax.config import SamplingParams
 from spec_jax.drafting.base import BaseDrafter, Draft, DraftProbs
 from spec_jax.generation import generate
 from spec_jax.sampling import noise_key
+from spec_jax.sampling_params import SamplingParams
 
 SAMPLES, BATCH = 20_000, 5_000
 VOCAB, FIRST = 5, 1
@@ -135,12 +135,12 @@ def test_power_a_draft_drawn_from_another_law_than_q_is_found(monkeypatch):
     from spec_jax import sampling
     from spec_jax.drafting import base
 
-    def wrong(logits, positions, state, vocab_size, purpose=sampling.TARGET):
+    def wrong(logits, positions, state, vocab_size, purpose, history):
         flat = state.replace(top_k=state.top_k * 0, temperature=state.temperature * 0 + 3.0)
-        return sampling.choose_tokens(logits, positions, flat, vocab_size, purpose)
+        return sampling.choose_tokens(logits, positions, flat, vocab_size, purpose, history)
 
     fake = type("fake", (), {"choose_tokens": staticmethod(wrong)})
-    for name in ("mask_padding", "probabilities", "TARGET", "DRAFT"):
+    for name in ("probabilities", "TARGET", "DRAFT"):
         setattr(fake, name, getattr(sampling, name))
     monkeypatch.setattr(base, "sampling_lib", fake)
     options = {"temperature": 0.7, "top_k": 4}

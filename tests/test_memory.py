@@ -11,7 +11,8 @@ from spec_jax.config import parse_speculative_config
 from spec_jax.drafting.base import NoDrafter
 from spec_jax.drafting.registry import build_drafter
 from spec_jax.exactness import row_blocks
-from spec_jax.generation import make_decoder, sampling_state
+from spec_jax.generation import make_decoder
+from spec_jax.requests import sampling_state
 
 CAPACITY, BATCH = 4096, 2
 

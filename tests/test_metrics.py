@@ -9,7 +9,8 @@ import pytest
 import tiny
 
 from spec_jax.generation import generate
-from spec_jax.metrics import Stats, total
+from spec_jax.metrics import total
+from spec_jax.results import stats_of
 
 K = 4
 LENGTHS = (2, 6, 11)
@@ -45,6 +46,11 @@ def run(accepts, sampling, counts=None):
     return generate(tiny.tiny(), prompts(), None, sampling, drafter=tiny.script(texts(), K, wrong, counts=counts))
 
 
+def stats_of_row(state, row):
+    new = slice(LENGTHS[row], int(state.length[row]))
+    return stats_of(state.trace.drafted[row, new].tolist(), state.trace.accepted[row, new].tolist(), K)
+
+
 def test_the_definitions_on_a_known_pattern():
     """Accepts 4, 0, 2, 1 in four rounds, read from the state in front of the fifth; the mates accept none and all."""
     model = tiny.tiny()
@@ -54,20 +60,15 @@ def test_the_definitions_on_a_known_pattern():
     state = tiny.start(decoder, model, params, prompts(), 64)
     for steps in range(1, 5):
         state = tiny.advance(decoder, model, params, state, 1)
-        counters = state.counters
-        assert counters.steps.tolist() == counters.drafts.tolist() == [steps] * 3
-        assert counters.draft_tokens.tolist() == [K * steps] * 3
-        assert counters.accepted.tolist() == [sum(row[:steps]) for row in pattern]
-        assert counters.histogram.tolist() == [[row[:steps].count(n) for n in range(K + 1)] for row in pattern]
+        rows = [stats_of_row(state, row) for row in range(3)]
+        for row, accepts in zip(rows, pattern, strict=True):
+            assert row.num_steps == row.num_drafts == steps
+            assert row.num_draft_tokens == K * steps
+            assert row.num_accepted_tokens == sum(accepts[:steps])
+            assert row.acceptance_histogram == tuple(accepts[:steps].count(n) for n in range(K + 1))
     assert state.length.tolist() == [n + emitted for n, emitted in zip(LENGTHS, (11, 4, 20), strict=True)]
-    row = Stats(
-        num_steps=int(counters.steps[0]),
-        num_drafts=int(counters.drafts[0]),
-        num_draft_tokens=int(counters.draft_tokens[0]),
-        num_accepted_tokens=int(counters.accepted[0]),
-        num_emitted_tokens=11,
-        acceptance_histogram=tuple(counters.histogram[0].tolist()),
-    )
+    row = rows[0]
+    assert row.num_emitted_tokens == 11
     assert (row.num_draft_tokens, row.num_accepted_tokens) == (16, 7)
     assert row.draft_acceptance_rate == 7 / 16
     assert row.mean_acceptance_length == 11 / 4

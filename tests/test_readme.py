@@ -5,8 +5,8 @@ import re
 
 from tiny import plain, prompts_of, tiny
 
-from spec_jax.config import SamplingParams
 from spec_jax.generation import generate
+from spec_jax.sampling_params import SamplingParams
 
 README = (pathlib.Path(__file__).parent.parent / "README.md").read_text()
 

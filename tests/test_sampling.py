@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spec_jax.sampling import ACCEPT, DRAFT, TARGET, gumbel, process
+from spec_jax.sampling import ACCEPT, DRAFT, TARGET, gumbel, mask_padding, process
 
 VOCAB = 50
 
@@ -27,7 +27,7 @@ def numpy_process(logits, temperature, top_k, top_p, min_p):
 
 def run(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, vocab_size=None):
     arguments = [jnp.float32(temperature), jnp.int32(top_k), jnp.float32(top_p), jnp.float32(min_p)]
-    return np.asarray(process(jnp.asarray(logits, jnp.float32), *arguments, vocab_size or len(logits)))
+    return np.asarray(process(mask_padding(jnp.asarray(logits, jnp.float32), vocab_size or len(logits)), *arguments))
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])

@@ -11,9 +11,10 @@ import jax
 import pytest
 import tiny
 
-from spec_jax.config import SamplingParams, SpeculativeConfig, choose_width
+from spec_jax.config import SpeculativeConfig, choose_width
 from spec_jax.drafting.layer_skip import LayerSkipDrafter
 from spec_jax.generation import generate
+from spec_jax.sampling_params import SamplingParams
 
 LENGTHS = (2, 6, 11)
 BUDGET = 20

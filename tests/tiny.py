@@ -17,14 +17,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from spec_jax.compilation import compiled
-from spec_jax.decode import CONTEXT, LENGTH, Decoder
+from spec_jax.decode import Decoder
+from spec_jax.decode_state import CONTEXT, LENGTH
 from spec_jax.drafting.base import BaseDrafter, Draft, NoDrafter
 from spec_jax.exactness import row_blocks
-from spec_jax.generation import capacity_for, generate, sampling_state
+from spec_jax.generation import capacity_for, generate
 from spec_jax.models.config import LlamaConfig
 from spec_jax.models.llama import Llama, init_params
 from spec_jax.models.model import Model
 from spec_jax.models.rope import inverse_frequencies
+from spec_jax.requests import sampling_state
 from spec_jax.sampling import SamplingState
 
 
@@ -203,12 +205,12 @@ def start(decoder: Decoder, model: Model, drafter_params, prompts, budget: int, 
     arrays = map(jnp.asarray, (tokens, lengths, limit, reason))
     arguments = (model.params, drafter_params, *arrays, greedy_state(len(prompts)))
     init, _ = compiled(decoder.for_prefill(), "init", *arguments)
-    return init(*arguments).replace(counters=decoder.no_counts(len(prompts)))
+    return init(*arguments)
 
 
 def advance(decoder: Decoder, model: Model, drafter_params, state, steps: int = 2**31 - 1):
     """The state after at most `steps` more steps. Donates `state`."""
-    arguments = (model.params, drafter_params, state, jnp.int32(steps))
+    arguments = (model.params, drafter_params, state, jnp.int32(steps), jnp.int32(1))
     return compiled(decoder, "run", *arguments)[0](*arguments)
 
 
@@ -286,3 +288,38 @@ def numpy_greedy(model: Model, prompt: list[int], count: int, stop: tuple[int, .
         if tokens[-1] in stop:
             break
     return tokens[len(prompt) :]
+
+
+# --- a toy tokenizer --------------------------------------------------------------------------------------------------
+
+
+class ToyTokenizer:
+    """Tokens are byte strings: letters, pairs of letters, parts of characters, one byte that is never valid, and the
+    last id is a special token without text."""
+
+    has_chat_template = False
+
+    def __init__(self, vocab: int = 97):
+        letters = [bytes([b]) for b in b" abcdefghijklmnopqrstuvwxyz.,"]
+        parts = [bytes([b]) for b in "é日😀".encode()] + [b"\xff"]
+        pairs = [a + b for a in letters[1:13] for b in letters[1:13]]
+        self.pieces = (letters + parts + pairs)[: vocab - 1] + [b""]
+
+    def encode(self, text, add_special_tokens=True):
+        rest, ids = text.encode(), []
+        while rest:
+            best = max(
+                (i for i, p in enumerate(self.pieces) if p and rest.startswith(p)), key=lambda i: len(self.pieces[i])
+            )
+            ids.append(best)
+            rest = rest[len(self.pieces[best]) :]
+        return ids
+
+    def decode(self, ids):
+        return b"".join(self.pieces[i] for i in ids).decode(errors="replace")
+
+
+@functools.lru_cache
+def with_text(model: Model, eos: tuple[int, ...] = ()) -> Model:
+    """The model with a toy tokenizer and these end-of-text ids."""
+    return dataclasses.replace(model, tokenizer=ToyTokenizer(model.vocab_size), eos_token_ids=eos)

@@ -18,6 +18,7 @@ from jax import lax
 from spec_jax import sampling as sampling_lib
 from spec_jax.cache import KVCache
 from spec_jax.models.layers import RowBlocks
+from spec_jax.processors import NOTHING, Committed, read_draft
 from spec_jax.sampling import SamplingState
 
 
@@ -119,6 +120,9 @@ class View:
       sampling: the rows' sampling parameters and keys.
       target: the target's module and parameters.
       rule: the verification rule in force.
+      committed: what the options need to know of the committed text; None where no row uses any.
+      grammar_states: per grammar its state in front of `last`.
+      first: bool [batch], whether `last` is the last token of the prompt.
     """
 
     tokens: jax.Array
@@ -130,6 +134,9 @@ class View:
     sampling: SamplingState
     target: TargetView
     rule: str = flax.struct.field(pytree_node=False)
+    committed: Committed | None = None
+    grammar_states: tuple[Any, ...] = ()
+    first: jax.Array | None = None
 
     @property
     def draft_purpose(self) -> int:
@@ -163,7 +170,19 @@ class Drafter(Protocol):
         """Proposes up to `num_nodes` tokens behind the last committed one."""
 
     def for_prefill(self) -> Drafter:
-        """A drafter with the same `init`, prefill `commit` and `needs`, so that equal prefills share one program."""
+        """A drafter with the same `init`, prefill `commit`, `fill` and `needs`, so that these share one program."""
+
+    def fill(self, state: Any, one: Any, put: Callable[[jax.Array, jax.Array], jax.Array]) -> Any:
+        """The state of a batch some of whose rows start anew from `one`, the state of a batch of one behind its prompt.
+
+        `put(whole, one)` writes one leaf [1, ...] to these rows of a leaf [batch, ...].
+        """
+
+    def take(self, state: Any, slot: jax.Array) -> Any:
+        """The state of one row as a batch of one: what `commit` needs to feed this row further tokens."""
+
+    def grow(self, state: Any, capacity: int) -> Any:
+        """The state with room for `capacity` tokens, as `init` would have made it; None where that cannot be done."""
 
 
 class BaseDrafter:
@@ -182,6 +201,20 @@ class BaseDrafter:
     def for_prefill(self):
         stateless = type(self).init is BaseDrafter.init and type(self).commit is BaseDrafter.commit
         return NoDrafter() if stateless and self.needs == Needs() else self
+
+    def fill(self, state, one, put):
+        """Right for every state whose leaves all have the batch as their leading axis."""
+        sizes = [(x.shape, y.shape) for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(one), strict=True)]
+        if any(not y or y[0] != 1 or x[1:] != y[1:] for x, y in sizes):
+            raise ValueError(f"{type(self).__name__} has state whose leading axis is not the batch; override `fill` and "
+                             f"`take`: {sizes}")  # fmt: skip
+        return jax.tree.map(put, state, one)
+
+    def take(self, state, slot):
+        return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, slot, 1), state)
+
+    def grow(self, state, capacity):
+        return state if not jax.tree.leaves(state) else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,25 +251,31 @@ def draft_chain(
       first: int32 [batch], the last committed token.
       steps: K.
       sample: draw from the processed distribution and return it as q. Otherwise the draft is the argmax, or under
-        `coupled` the token that the target's own noise picks from the drafter's distribution.
+        `coupled` the token that the target's own noise picks from the drafter's distribution. Either way behind the
+        options that hold for the target too, or it would propose what the target may not say.
       vocab_size: ids at and beyond it are never proposed.
     """
     keep_q = sample and view.rule != "coupled"
+    purpose = view.draft_purpose if keep_q or view.rule == "coupled" else None
+    processors = view.sampling.processors
 
     def step(carry, index):
-        token, inner = carry
-        logits, inner = next_logits(inner, token, index)
-        noisy = keep_q or view.rule == "coupled"
-        if noisy:
-            position = (view.length + index)[:, None]
-            chosen, _ = sampling_lib.choose_tokens(
-                logits[:, None], position, view.sampling, vocab_size, view.draft_purpose
-            )
-            token = chosen[:, 0]
-        else:
-            token = jnp.argmax(sampling_lib.mask_padding(logits, vocab_size), axis=-1).astype(jnp.int32)
-        probs = sampling_lib.probabilities(logits, view.sampling, vocab_size) if keep_q else None
-        return (token, inner), (token, probs)
+        token, path, states, inner = carry
+        logits, inner = next_logits(inner, jnp.maximum(token, 0), index)  # NO_TOKEN would index from the end
+        fed = token if processors is None else jnp.where(view.first & (index == 0), NOTHING, token)
+        history = read_draft(processors, view.committed, path, index, fed, states)
+        position = view.length + index
+        chosen, _ = sampling_lib.choose_tokens(
+            logits[:, None], position[:, None], view.sampling, vocab_size, purpose, history
+        )
+        token = chosen[:, 0]
+        probs = sampling_lib.probabilities(logits, position, view.sampling, vocab_size, history) if keep_q else None
+        if history is not None:
+            path = path.at[:, index].set(token)
+            states = jax.tree.map(lambda x: x[:, 0], history.after)
+        return (token, path, states, inner), (token, probs)
 
-    (_, carry), (tokens, probs) = lax.scan(step, (first, carry), jnp.arange(steps))
+    path = jnp.full((first.shape[0], steps), NOTHING, jnp.int32)
+    start = (first, path, view.grammar_states, carry)
+    (_, _, _, carry), (tokens, probs) = lax.scan(step, start, jnp.arange(steps))
     return Proposal(tokens.T, None if probs is None else jnp.moveaxis(probs, 0, 1)), carry

@@ -62,7 +62,11 @@ class DraftModelDrafter(BaseDrafter):
         return DraftModelState(cache, jnp.zeros(batch, jnp.int32))
 
     def for_prefill(self):
-        return dataclasses.replace(self, num_nodes=1, sample=False)
+        rows = self.rows if self.rows.tile is not None else RowBlocks()  # as `Decoder.for_prefill` does
+        return dataclasses.replace(self, num_nodes=1, sample=False, rows=rows)
+
+    def grow(self, state, capacity):
+        return state.replace(cache=state.cache.grow(capacity))
 
     def _forward(self, params, tokens, cache, with_logits=False):
         width = tokens.shape[1]

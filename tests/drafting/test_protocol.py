@@ -13,12 +13,13 @@ import pytest
 from scipy import stats
 from tiny import markov, numpy_logits, plain, prompts_of, random_table, script, tiny
 
-from spec_jax.config import SamplingParams
 from spec_jax.decode import Decoder
 from spec_jax.drafting.base import BaseDrafter, Draft, Drafter, DraftProbs, Needs, NoDrafter
 from spec_jax.exactness import row_blocks
-from spec_jax.generation import generate, make_decoder, sampling_state
+from spec_jax.generation import generate, make_decoder
 from spec_jax.models.llama import FINAL_NORM
+from spec_jax.requests import sampling_state
+from spec_jax.sampling_params import SamplingParams
 
 PROMPT_LENGTHS = (5, 1, 40)
 

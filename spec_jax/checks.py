@@ -1,0 +1,31 @@
+"""Small questions that every check of a caller's options asks."""
+
+from __future__ import annotations
+
+import difflib
+import numbers
+from collections.abc import Sequence
+from typing import Any
+
+
+def nearest(name: str, allowed: Sequence[str]) -> str:
+    """` (did you mean 'x'?)` for a misspelt name, else an empty string."""
+    close = difflib.get_close_matches(name, allowed, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def is_int(value: Any) -> bool:
+    """An integer of Python or NumPy; True and False are none."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    """A real number of Python or NumPy, infinities included; NaN, True and False are none."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and value == value
+
+
+def plain(value: Any) -> Any:
+    """NumPy's scalars as Python's, which hash and print alike; everything else as it is."""
+    if isinstance(value, (bool, int, float)):
+        return value
+    return int(value) if is_int(value) else float(value) if isinstance(value, numbers.Real) else value
