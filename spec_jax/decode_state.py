@@ -212,7 +212,7 @@ def _with_functions(sampling: SamplingState, like: SamplingState) -> SamplingSta
 def record(
     trace: Trace, at: jax.Array, accepted: jax.Array, drafted: jax.Array, gap: jax.Array, found: Logprobs | None
 ) -> Trace:
-    """Writes what happened to the tokens of one step at their places `at` int32 [batch, width], beyond the end: drop."""
+    """Writes what happened to the tokens of one step at their places `at` int32 [batch, width], if within."""
     rows = jnp.arange(at.shape[0])[:, None]
 
     def write(whole, new):

@@ -119,7 +119,7 @@ class Completion:
       accepted: per token, True where a draft token was accepted.
       gaps: per token, its lead over the runner-up in units of the logits after the options: where it is tiny, programs
         whose logits are not bit-identical may write another text. inf where the rule has none.
-      logprobs: per token {token id: Logprob} of the token itself, first, and of the likeliest ids; None unless asked for.
+      logprobs: per token {token id: Logprob} of the token itself, first, and of the likeliest ids, where asked for.
       stats: this sequence's counts.
     """
 

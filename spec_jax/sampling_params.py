@@ -49,8 +49,8 @@ class SamplingParams:
       allowed_token_ids: only these ids may be written; None allows all.
       mask_fn: a pure function of JAX arrays, mask_fn(state, token) -> (state, mask): what the grammar of one row
         allows next, bool [vocab_size], after `token` (int32 scalar), -1 in front of the first new token. Draft tokens
-        are tried on copies of the state, illegal ones among them. A function, or a registered pytree that can be called:
-        its arrays are arguments of the compiled program, everything else is part of it. See `spec_jax.grammar`.
+        are tried on copies of the state, illegal ones among them. A function, or a registered pytree that can be
+        called: its arrays are arguments of the compiled program, everything else is part of it. See `spec_jax.grammar`.
       mask_state: the grammar's first state, a pytree of arrays. Default: int32 0.
 
     The order is: mask_fn, allowed_token_ids, logit_bias, min_tokens, bad_words, penalties, temperature, min_p, top_k,

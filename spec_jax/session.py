@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from spec_jax.slots import Slots
 
 KEPT = 4
-"""Sessions whose caches are kept, the newest ones: a program that collects its results must not collect their caches."""
+"""Sessions whose caches are kept, the newest: a program that collects its results must not collect their caches."""
 
 _kept: collections.deque[weakref.ref[Session]] = collections.deque()
 
@@ -129,7 +129,7 @@ class Session:
         return whole, talks
 
     def _source(self, capacity: int):
-        """Where the prefill of a continued sequence starts: its own row of the kept state, as far as the text agrees."""
+        """Where the prefill of a continued sequence starts: its row of the kept state, as far as the text agrees."""
         drafter = self._call.decoder.drafter
         state = self._state
         if state is None:

@@ -1,8 +1,8 @@
-"""The slots of a batch: requests enter where others have ended, and the host looks at text between segments of the loop.
+"""The slots of a batch: requests enter where others have ended, and the host looks at text between segments of a loop.
 
-One compiled loop serves everything. It runs until a row ends that another request waits for, or for as many steps as may
-pass before the host wants to see the text (stop strings, streaming). Every prompt is prefilled alone and then put into its
-slots, so that what a request runs does not depend on when a slot came free.
+One compiled loop serves everything. It runs until a row ends that another request waits for, or for as many steps as
+may pass before the host wants to see the text (stop strings, streaming). Every prompt is prefilled alone and then put
+into its slots, so that what a request runs does not depend on when a slot came free.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 from spec_jax.generation import check_config, prepare
 from spec_jax.metrics import GenerateResult
 from spec_jax.requests import encode_prompts, make_requests, messages_of, per_prompt
@@ -72,8 +74,9 @@ def stream(
     """
     if target.tokenizer is None:
         raise ValueError(f"{target.name} has no tokenizer, so there is no text to stream; use generate")
-    is_one = isinstance(prompt, str) or not isinstance(prompt, (list, tuple)) or not _holds_prompts(prompt)
-    prompts = [prompt] if is_one else list(prompt)
+    if not isinstance(prompt, (str, list, tuple, np.ndarray)):
+        raise ValueError(f"prompt must be a string, a list of token ids or a list of messages, not {prompt!r}")
+    prompts = list(prompt) if isinstance(prompt, (list, tuple)) and _holds_prompts(prompt) else [prompt]
     if len(prompts) != 1:
         raise ValueError(f"stream takes one prompt, not {len(prompts)}; use generate for several")
     config = check_config(speculative_config, drafter)

@@ -1,8 +1,8 @@
 """The text of a row while it grows: stop strings wherever they end, and pieces that never hold half a character.
 
 A row's text is always the decoding of all its tokens so far, never of one run alone: a character's bytes, and a stop
-string, may be spread over tokens and over steps. Both questions are asked per token, so the answers do not depend on how
-many tokens a step has accepted.
+string, may be spread over tokens and over steps. Both questions are asked per token, so the answers do not depend on
+how many tokens a step has accepted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ class RowText:
       tokenizer: None gives no text.
       stop: stop strings.
       min_tokens: a string that is complete before the token after these does not stop.
-      hold: whether `piece` is used, which holds back what may still change.
     """
 
     def __init__(self, tokenizer: Any, stop: tuple[str, ...] = (), min_tokens: int = 0):

@@ -1,7 +1,7 @@
 """The contract, over drafters, rules, batch and options: what a drafter proposes changes nothing but the speed.
 
-Under `coupled`, and under every rule at temperature 0, text, ids, reasons and log-probs are those of plain decoding, bit
-for bit; the law under `standard` is in test_options_law.py. Guards B26, B27, B29 and B30, and B13 and B25 in part.
+Under `coupled`, and under every rule at temperature 0, text, ids, reasons and log-probs are those of plain decoding,
+bit for bit; the law under `standard` is in test_options_law.py. Guards B26, B27, B29 and B30, and B13, B25 in part.
 """
 
 import dataclasses
@@ -167,7 +167,8 @@ def test_plain_decoding_is_the_reference(name):
                 continue
             assert (row.token_ids, row.text, row.finish_reason) == (ids, text, reason)
             check_logprobs(row, logprobs)
-        changed = [a.token_ids != b.token_ids for a, b in zip(plain(name, temperature), plain("none", temperature))]
+        free = plain("none", temperature)
+        changed = [a.token_ids != b.token_ids for a, b in zip(plain(name, temperature), free, strict=True)]
         assert any(changed) or name in ("none", "logprobs")
 
 

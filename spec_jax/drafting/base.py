@@ -206,8 +206,8 @@ class BaseDrafter:
         """Right for every state whose leaves all have the batch as their leading axis."""
         sizes = [(x.shape, y.shape) for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(one), strict=True)]
         if any(not y or y[0] != 1 or x[1:] != y[1:] for x, y in sizes):
-            raise ValueError(f"{type(self).__name__} has state whose leading axis is not the batch; override `fill` and "
-                             f"`take`: {sizes}")  # fmt: skip
+            raise ValueError(f"{type(self).__name__} has state whose leading axis is not the batch; override `fill` "
+                             f"and `take`: {sizes}")  # fmt: skip
         return jax.tree.map(put, state, one)
 
     def take(self, state, slot):

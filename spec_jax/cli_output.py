@@ -1,0 +1,154 @@
+"""What the `spec-jax` commands print: JSON, and the texts, log-probabilities and numbers of `generate`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+PIPE_WIDTH = 160
+"""Columns of a table that goes into a file or pipe, where the terminal cannot be asked."""
+TOKEN_WIDTH = 16
+"""Columns of a token in front of its log-probability; a longer one shifts its own line only."""
+UNFINISHED = "\ufffd"
+
+
+def print_json(report: dict[str, Any]) -> None:
+    print(json.dumps(report, allow_nan=False, ensure_ascii=False))
+
+
+def console(stderr: bool = True) -> Any:
+    from rich.console import Console
+
+    class PipeConsole(Console):
+        def on_broken_pipe(self) -> None:
+            raise  # to `main`, instead of rich's own exit with status 1
+
+    result = PipeConsole(stderr=stderr)
+    if not result.is_terminal:
+        result.width = PIPE_WIDTH
+    return result
+
+
+def generate_report(target: Any, result: Any, with_pieces: bool) -> dict[str, Any]:
+    """What `spec-jax generate --json` prints."""
+    from spec_jax import acceptance_view
+
+    sequences = []
+    for sequence in result.sequences:
+        entry = {
+            "prompt_index": sequence.prompt_index,
+            "text": sequence.text,
+            "token_ids": [int(token) for token in sequence.token_ids],
+            "finish_reason": sequence.finish_reason,
+            "stop_reason": sequence.stop_reason,
+            "seed": sequence.seed,
+            "accepted": [bool(flag) for flag in sequence.accepted],
+            "logprobs": None if sequence.logprobs is None else token_logprobs(target.tokenizer, sequence),
+            "stats": sequence.stats.to_dict(),
+        }
+        if with_pieces:
+            entry["pieces"] = acceptance_view.token_pieces(target.tokenizer, sequence.token_ids)
+        sequences.append(entry)
+    return {
+        "sequences": sequences,
+        "exactness": result.exactness,
+        "verify_width": result.verify_width,
+        "stats": result.stats.to_dict(),
+    }
+
+
+def token_logprobs(tokenizer: Any, sequence: Any) -> list[list[dict[str, Any]]]:
+    """Per token the token itself, then the likeliest others, each as {token_id, token, logprob, rank}."""
+    rows, before = [], None
+    for token, likely in zip(sequence.token_ids, sequence.logprobs, strict=True):
+        row = []
+        for other, found in likely.items():
+            text = _token_text(tokenizer, before, other)
+            row.append({"token_id": int(other), "token": text, "logprob": found.logprob, "rank": found.rank})
+        rows.append(row)
+        before = token
+    return rows
+
+
+def _token_text(tokenizer: Any, before: int | None, token: int) -> str:
+    """The text of a token behind the one before it: alone, some decoders drop the space that it begins with."""
+
+    def decode(*ids: int) -> str:
+        return tokenizer.decode(ids, skip_special_tokens=False)
+
+    head = "" if before is None else decode(before)
+    both = decode(token) if before is None else decode(before, token)
+    # Behind half a character it may complete that, and is shown for itself.
+    return decode(token) if head.endswith(UNFINISHED) or not both.startswith(head) else both[len(head) :]
+
+
+def _logprob_lines(tokenizer: Any, sequence: Any) -> Iterator[str]:
+    """One line per token: its text, log-probability and rank, then the likeliest others."""
+    for token, *others in token_logprobs(tokenizer, sequence):
+        likely = ", ".join(f"{_quoted(other['token'])} {other['logprob']:.3f}" for other in others)
+        head = f"{_quoted(token['token']):<{TOKEN_WIDTH}} {token['logprob']:8.3f}  rank {token['rank']:<5}"
+        yield f"{head}  {likely}".rstrip()
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def print_sequences(target: Any, result: Any, show_acceptance: bool, many_prompts: bool) -> None:
+    """The texts on stdout, each under a header line where there are several."""
+    from spec_jax import acceptance_view
+
+    out = console(stderr=False)
+    colour = out.color_system is not None
+    samples = len([s for s in result.sequences if s.prompt_index == 0])
+    for number, sequence in enumerate(result.sequences):
+        sample = f"sample {number % samples + 1} (seed {sequence.seed})" if samples > 1 else ""
+        if many_prompts:  # on stdout: in a file, nothing else would tell where a text ends
+            print(f"--- prompt {sequence.prompt_index + 1}{', ' if sample else ''}{sample}")
+        elif sample:
+            print(f"--- {sample}", file=sys.stderr)
+        if not show_acceptance:
+            print(sequence.text)
+        elif colour:
+            text = acceptance_view.coloured(target.tokenizer, sequence.token_ids, sequence.accepted)
+            out.print(text, soft_wrap=True)
+        else:
+            print(acceptance_view.bracketed(target.tokenizer, sequence.token_ids, sequence.accepted))
+        print_logprobs(target, sequence)
+    if show_acceptance:
+        console().print(acceptance_view.legend(colour))
+
+
+def print_logprobs(target: Any, sequence: Any) -> None:
+    """The log-probabilities below a text, where they were asked for."""
+    if sequence.logprobs is not None:
+        for line in _logprob_lines(target.tokenizer, sequence):
+            print(line)
+
+
+def stats_line(result: Any, sampled: bool) -> str:
+    """The numbers of a call in one line.
+
+    Args:
+      sampled: whether the seed matters; it is shown where no header shows it.
+    """
+    stats = result.stats
+    tokens = sum(len(sequence.token_ids) for sequence in result.sequences)
+    speed = "" if stats.tokens_per_second is None else f" ({stats.tokens_per_second:.1f} tok/s)"
+    parts = [f"{tokens} tokens in {stats.decode_seconds:.2f} s{speed}"]
+    if stats.mean_acceptance_length is not None:
+        parts.append(
+            f"mean acceptance length {stats.mean_acceptance_length:.2f}, {stats.draft_acceptance_rate:.0%} of "
+            f"{stats.num_draft_tokens} drafted tokens accepted"
+        )
+    else:
+        parts.append("nothing drafted")
+    parts.append(f"exactness {result.exactness}, {stats.near_ties} near-ties")
+    if stats.num_cached_tokens:
+        parts.append(f"{stats.num_cached_tokens} prompt tokens from the cache")
+    if sampled and len(result.sequences) == 1:
+        parts.append(f"seed {result.sequences[0].seed}")
+    parts.append(f"prefill {stats.prefill_seconds:.2f} s, compilation {stats.compile_seconds:.1f} s")
+    return "; ".join(parts)
