@@ -93,7 +93,8 @@ def decode(model, prompt, params):
             break
         if params.temperature > 0:
             x, close = filtered(x, params)
-            draw = noise(seed >> 32, seed & 0xFFFFFFFF, len(prompt) + len(new), np.zeros(model.config.vocab_size, "f"))
+            high, low, at = np.uint32(seed >> 32), np.uint32(seed & 0xFFFFFFFF), np.int32(len(prompt) + len(new))
+            draw = noise(high, low, at, np.zeros(model.config.vocab_size, "f"))
             x = x + np.asarray(draw, np.float64)[: len(x)]
             closeness = min(closeness, close)
         token = int(x.argmax())

@@ -1,4 +1,4 @@
-"""Slots: prompts that wait for one, refill, samples and prompts that share a prefill, and what a refill must not change.
+"""Slots: prompts that wait for one, refill, samples and prompts that share a prefill, and what no refill may change.
 
 Guards B34 (the old request's state in the new one's row), B19 and B24 (a row depends on its own prompt and parameters
 only), and holds the forward rows of many prompts to those of perfectly packed batches.
@@ -26,7 +26,7 @@ def model():
 
 @functools.lru_cache
 def requests(count=30):
-    """Prompts of 1 to 90 tokens and the parameters of each: ragged budgets, greedy and sampled rows, stops of every kind."""
+    """Prompts of 1 to 90 tokens with ragged budgets, greedy and sampled rows, and stops of every kind."""
     rng = np.random.default_rng(7)
     prompts = tiny.prompts_of(model(), rng.integers(1, 90, count), seed=9)
     params = [
