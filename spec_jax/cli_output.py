@@ -96,19 +96,24 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def print_sequences(target: Any, result: Any, show_acceptance: bool, many_prompts: bool) -> None:
-    """The texts on stdout, each under a header line where there are several."""
+def print_sequences(target: Any, result: Any, show_acceptance: bool, many_prompts: bool, sampled: bool) -> None:
+    """The texts on stdout, each under a header line where there are several.
+
+    Args:
+      sampled: whether seeds matter.
+    """
     from spec_jax import acceptance_view
 
     out = console(stderr=False)
     colour = out.color_system is not None
     samples = len([s for s in result.sequences if s.prompt_index == 0])
     for number, sequence in enumerate(result.sequences):
-        sample = f"sample {number % samples + 1} (seed {sequence.seed})" if samples > 1 else ""
-        if many_prompts:  # on stdout: in a file, nothing else would tell where a text ends
-            print(f"--- prompt {sequence.prompt_index + 1}{', ' if sample else ''}{sample}")
-        elif sample:
-            print(f"--- {sample}", file=sys.stderr)
+        names = [f"prompt {sequence.prompt_index + 1}"] * many_prompts
+        names += [f"sample {number % samples + 1}"] * (samples > 1)
+        if names:
+            seed = f" (seed {sequence.seed})" if sampled or samples > 1 else ""
+            # Of many prompts on stdout: in a file, nothing else would tell where a text ends.
+            print(f"--- {', '.join(names)}{seed}", file=sys.stdout if many_prompts else sys.stderr)
         if not show_acceptance:
             print(sequence.text)
         elif colour:

@@ -204,6 +204,11 @@ def check_config(value: Any, drafter: Any) -> SpeculativeConfig:
         raise ValueError(f"drafter must be a pair (drafter, its parameters), not {drafter!r}")
     if isinstance(drafter[0], type):
         raise ValueError(f"drafter must hold an instance, not the class {drafter[0].__name__}; call it")
+    missing = [name for name in ("init", "commit", "for_prefill", "fill", "take", "grow", "num_nodes", "parents",
+                                 "dynamic_tree", "needs") if not hasattr(drafter[0], name)]  # fmt: skip
+    if missing:
+        raise ValueError(f"drafter {type(drafter[0]).__name__} lacks {', '.join(missing)}; derive it from "
+                         "spec_jax.drafting.base.BaseDrafter, which has defaults")  # fmt: skip
     try:
         hash(drafter[0])
     except TypeError:

@@ -214,6 +214,48 @@ def test_standard_is_greedy_at_temperature_zero_under_every_option(drafter):
         assert_equal(result.sequences[:3], plain(name, 0), name)
 
 
+def test_drafts_that_the_options_forbid_are_never_written():
+    """B26: a script that knows nothing of the options proposes the text without them, banned ids and all."""
+    for temperature in (0, 1):
+        free = tiny.script(texts("none", temperature), K)
+        for name in OPTIONS:
+            result = run(OPTIONS[name], temperature, drafter=free)
+            assert_equal(result.sequences[:3], plain(name, temperature), (name, temperature))
+
+
+@pytest.mark.parametrize("minimum", range(K + 3))
+def test_the_end_token_may_come_exactly_behind_the_minimum(minimum):
+    """B27: an end token that is always the likeliest, at every offset of an accepted run."""
+    options = {"min_tokens": minimum, "stop_token_ids": [33, 34], "logit_bias": {33: 100.0}}
+    want = run(options, 0).sequences[:3]
+    assert [len(s.token_ids) for s in want] == [minimum + 1] * 3
+    assert all(s.token_ids[-1] == 33 and not {33, 34} & set(s.token_ids[:-1]) for s in want)
+    right = [p + s.token_ids for p, s in zip(prompts(), want, strict=True)] + [[1]]
+    eager = [p + [33] * BUDGET for p in prompts()] + [[1]]
+    for text in (right, eager):
+        assert_equal(run(options, 0, drafter=tiny.script(text, K)).sequences[:3], want, minimum)
+
+
+def test_a_stop_string_that_begins_in_the_prompt_does_not_stop():
+    target = model()
+    prompt = prompts()[1]
+    free = generate(target, [prompt], None, {"max_tokens": 8}).sequences[0]
+    tail = target.tokenizer.decode(prompt)[-1]
+    stop = tail + free.text[:2]
+    assert stop not in free.text
+    assert generate(target, [prompt], None, {"max_tokens": 8, "stop": [stop]}).sequences[0].text == free.text
+
+
+@HEAVY
+@pytest.mark.parametrize("k", [1, 3])
+def test_penalties_count_the_drafts_in_flight_whatever_their_number(k):
+    """B27: runs that repeat a token inside one run, at other draft lengths than the rest of this file."""
+    for name in ("repetition_penalty", "presence_penalty", "frequency_penalty", "penalties"):
+        for text in (texts(name, 0), texts("none", 0)):
+            result = run(OPTIONS[name], 0, drafter=tiny.script(text, k))
+            assert_equal(result.sequences[:3], plain(name, 0), (name, k))
+
+
 @HEAVY
 def test_the_drafter_knows_the_options():
     """The same model as drafter proposes what the target will choose, processors and all: every draft is kept."""

@@ -1,4 +1,4 @@
-"""The compiled loop holds one copy of the cache: its temporaries are small and its HLO copies no cache-shaped array."""
+"""The compiled programs hold one copy of the cache: small temporaries, and no copy of a cache-shaped array in the HLO."""
 
 import re
 
@@ -8,6 +8,8 @@ import pytest
 from tiny import script, tiny
 
 from spec_jax.config import parse_speculative_config
+from spec_jax.decode import Decoder
+from spec_jax.decode_state import Rows, start_state
 from spec_jax.drafting.base import NoDrafter
 from spec_jax.drafting.registry import build_drafter
 from spec_jax.exactness import row_blocks
@@ -64,3 +66,22 @@ def test_power_a_state_that_is_not_donated_is_copied():
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes == 0
     assert cache_copies(compiled, slots) or memory.output_size_in_bytes >= cache_bytes
+
+
+def test_filling_a_slot_writes_one_row_in_place():
+    """A refill costs the row it fills, not a copy of every row's cache."""
+    model = tiny(context=CAPACITY, layers=1)
+    decoder = Decoder(model.module, NoDrafter(), model.vocab_size, 8, "coupled", row_blocks(True, 8, 8), 32)
+    row = jax.ShapeDtypeStruct((8,), jnp.int32)
+    rows = Rows(row, row, row, jax.eval_shape(lambda: sampling_state([], 8)))
+    whole, one = (jax.eval_shape(lambda batch=b: decoder.blank(model.params, (), batch, CAPACITY)) for b in (8, 1))
+    tokens = jax.ShapeDtypeStruct((8, CAPACITY), jnp.int32)
+    state = jax.eval_shape(start_state, tokens, rows, whole.cache, whole.drafter)
+    count = jax.ShapeDtypeStruct((), jnp.int32)
+    prompt = jax.ShapeDtypeStruct((1, CAPACITY), jnp.int32)
+    program = jax.jit(decoder.fill, donate_argnums=0).lower(state, one, prompt, row, count, rows).compile()
+    memory, slots = program.memory_analysis(), state.cache.k[0]
+    cache_bytes = 2 * slots.size * slots.dtype.itemsize
+    assert memory.temp_size_in_bytes < cache_bytes / 8
+    assert memory.alias_size_in_bytes >= cache_bytes
+    assert cache_copies(program, slots) == []
