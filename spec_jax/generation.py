@@ -111,7 +111,9 @@ class Call:
         """Decodes everything."""
         slots = self.start(source)
         found = {}
-        with progress_bar(progress, len(self.active), self.batch) as bar:
+        with progress_bar(progress, len(self.requests), self.batch) as bar:
+            if bar is not None:
+                bar.advance(0, sequences=len(self.requests) - len(self.active))  # these may not emit anything
             while slots.busy:
                 slots.fill()
                 for index, sequence in slots.advance(until_end=bar is not None):

@@ -12,10 +12,10 @@ class _Bar:
     def __init__(self, progress: Any, task: Any):
         self._progress, self._task, self._tokens = progress, task, 0
 
-    def advance(self, tokens: int) -> None:
-        """One more sequence has ended, with this many tokens."""
+    def advance(self, tokens: int, sequences: int = 1) -> None:
+        """So many sequences more have ended, with this many tokens."""
         self._tokens += tokens
-        self._progress.update(self._task, advance=1, tokens=self._tokens)
+        self._progress.update(self._task, advance=sequences, tokens=self._tokens)
 
 
 @contextlib.contextmanager

@@ -72,7 +72,10 @@ def _encode_prompt(target: Any, index: int, prompt: Any) -> list[int]:
     if is_text or is_chat:
         if target.tokenizer is None:
             raise ValueError(f"prompt {index} is text, but {target.name} has no tokenizer; give token ids")
-        return target.tokenizer.encode(prompt) if is_text else target.tokenizer.apply_chat_template(list(prompt))
+        try:
+            return target.tokenizer.encode(prompt) if is_text else target.tokenizer.apply_chat_template(list(prompt))
+        except ValueError as error:
+            raise ValueError(f"prompt {index}: {error}") from None
     if isinstance(prompt, (list, tuple)) and all(
         isinstance(t, (int, np.integer)) and not isinstance(t, bool) for t in prompt
     ):

@@ -116,7 +116,7 @@ class SamplingParams:
             return isinstance(value, tuple) and all(is_int(i) and i >= 0 for i in value)
 
         def words(value):
-            return isinstance(value, tuple) and all(isinstance(w, str) and w for w in value)
+            return isinstance(value, tuple) and all(isinstance(w, str) and w and _is_unicode(w) for w in value)
 
         check(is_int(self.n) and self.n >= 1, "n", "an integer of at least 1")
         t = self.temperature
@@ -129,7 +129,7 @@ class SamplingParams:
         check(is_int(self.max_tokens) and self.max_tokens >= 0, "max_tokens", "an integer of at least 0")
         allowed = f"an integer of at least 0 and at most max_tokens={self.max_tokens}"
         check(is_int(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens, "min_tokens", allowed)
-        allowed = "a string or a list of strings, none empty and none with U+FFFD, which stands for what is no text"
+        allowed = "a string or a list of strings of valid Unicode, none empty or with U+FFFD, which stands for no text"
         check(words(self.stop) and not any("\ufffd" in s for s in self.stop), "stop", allowed)
         check(ids(self.stop_token_ids), "stop_token_ids", "a list of token ids (integers of at least 0)")
         check(isinstance(self.ignore_eos, bool), "ignore_eos", "True or False")
@@ -145,13 +145,22 @@ class SamplingParams:
         ok = bias is None or (isinstance(bias, dict) and ids(tuple(bias)) and all(map(_is_bias, bias.values())))
         allowed = f"a dict of token id: number in [-{MAX_BIAS:g}, {MAX_BIAS:g}], or -inf to forbid the token"
         check(ok, "logit_bias", allowed)
-        check(words(self.bad_words), "bad_words", "a list of strings, none of them empty")
+        check(words(self.bad_words), "bad_words", "a list of strings of valid Unicode, none empty")
         allowed = "None, or a list of at least one token id (integers of at least 0)"
         check(self.allowed_token_ids is None or (ids(self.allowed_token_ids) and self.allowed_token_ids),
               "allowed_token_ids", allowed)  # fmt: skip
         check(self.mask_fn is None or callable(self.mask_fn), "mask_fn", "None or a function of (state, token)")
         if self.mask_state is not None and self.mask_fn is None:
             raise ValueError(f"mask_state={self.mask_state!r} was given without a mask_fn")
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether the text can be encoded: a lone surrogate, as `json.loads` can make, cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _is_bias(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The compiled programs hold one copy of the cache: small temporaries, and no copy of a cache-shaped array in the HLO."""
+"""The compiled programs hold one copy of the cache: small temporaries, and no copy of a cache-shaped array."""
 
 import re
 

@@ -26,7 +26,7 @@ BAD = {
     "seed": [-1, 2**64, 1.0, "x", True],
     "max_tokens": [-1, 1.5, "x", None, True],
     "min_tokens": [-1, 1.5, "x", None, True, 129],
-    "stop": ["", ["a", ""], [1], 3, {"a": 1}, [b"a"], "half \ufffd"],
+    "stop": ["", ["a", ""], [1], 3, {"a": 1}, [b"a"], "half \ufffd", "\ud800"],
     "stop_token_ids": [[-1], [1.5], "2", 2, [True], {1: 2}],
     "ignore_eos": [1, 0, None, "yes"],
     "logprobs": [-1, 21, 1.5, True, "x"],
@@ -34,7 +34,7 @@ BAD = {
     "presence_penalty": [2.1, -2.1, NAN, "x", None],
     "frequency_penalty": [2.1, -2.1, INF, "x", None],
     "logit_bias": [{1: 101}, {1: NAN}, {1: INF}, {-1: 1.0}, {1.5: 1.0}, {"a": 1.0}, {1: "x"}, [1, 2], "x", 3],
-    "bad_words": ["ab", [""], [1], 3, {"a": 1}],
+    "bad_words": ["ab", [""], ["\ud800"], [1], 3, {"a": 1}],
     "allowed_token_ids": [[], [-1], [1.5], "12", 3, [True]],
     "mask_fn": [3, "x", [no_mask]],
 }
