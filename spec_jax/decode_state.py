@@ -163,7 +163,8 @@ def fill_slots(
     Args:
       tokens: int32 [1, capacity], the prompt.
       slots: int32 [batch], where the samples of this prompt go.
-      rows: the new parameters, [batch], at the slots' places.
+      rows: the new parameters at the slots' places, [batch], or [1] where the slots share them. Neither they nor the
+        state hold grammars, which belong to no row.
       fill_drafter: (state, one prompt's state, put) -> state; see `Drafter.fill`.
     """
     filled = jnp.zeros(slots.shape, bool).at[jnp.where(jnp.arange(slots.shape[0]) < count, slots, slots.shape[0])]
@@ -177,7 +178,7 @@ def fill_slots(
     def choose(new, old):
         return jnp.where(filled.reshape(-1, *[1] * (new.ndim - 1)), new, old)
 
-    sampling = jax.tree.map(choose, _per_row(rows.sampling), _per_row(state.sampling))
+    sampling = jax.tree.map(choose, rows.sampling, state.sampling)
     length = choose(rows.prompt_length, state.length)
     return state.replace(
         tokens=choose(jnp.broadcast_to(tokens, state.tokens.shape), state.tokens),
@@ -192,21 +193,9 @@ def fill_slots(
             length=length - 1,
         ),
         drafter=fill_drafter(state.drafter, prefilled.drafter, put),
-        sampling=_with_functions(sampling, state.sampling),
+        sampling=sampling,
         grammar_states=jax.tree.map(choose, rows.grammar_states, state.grammar_states),
     )
-
-
-def _per_row(sampling: SamplingState) -> SamplingState:
-    """Without the grammars, whose arrays belong to no row."""
-    p = sampling.processors
-    return sampling if p is None else sampling.replace(processors=p.replace(mask_fns=()))
-
-
-def _with_functions(sampling: SamplingState, like: SamplingState) -> SamplingState:
-    if like.processors is None:
-        return sampling
-    return sampling.replace(processors=sampling.processors.replace(mask_fns=like.processors.mask_fns))
 
 
 def record(

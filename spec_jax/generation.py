@@ -67,8 +67,7 @@ def generate(
     Raises:
       ValueError: for bad input, naming the value and what is allowed.
     """
-    if progress not in (None, True, False):
-        raise ValueError(f"progress={progress!r} must be True, False or None")
+    check_progress(progress)
     config = check_config(speculative_config, drafter)
     ids = encode_prompts(target, prompts)
     requests = make_requests(target, ids, per_prompt(sampling, len(ids)), messages_of(prompts))
@@ -158,7 +157,8 @@ def prepare(
     batch = _batch_size(target, len(active), longest, max_batch_size)
     num_nodes = drafter[0].num_nodes if drafter else config.num_speculative_tokens
     width = num_nodes + 1 if exact is False and width_asked is None else choose_width(num_nodes, width_asked)
-    rows = row_blocks(exact, batch, width, target.module)
+    # Without a token to choose nothing runs, and nothing need be measured for it.
+    rows = row_blocks(exact, batch, width, target.module if active else None)
     built, params = drafter if drafter else build_drafter(config, target, rows)
     decoder = _decoder(target, built, width, config.rule, rows)
     level = level_of(rows, exact, tree=built.parents is not None or built.dynamic_tree)
@@ -197,6 +197,11 @@ def make_decoder(
     rows = row_blocks(exact, batch, width, target.module)
     decoder = _decoder(target, drafter, width, rejection_sample_method, rows, prefill_chunk)
     return decoder.init, decoder.run
+
+
+def check_progress(progress: Any) -> None:
+    if progress is not None and not isinstance(progress, bool):
+        raise ValueError(f"progress={progress!r} must be True, False or None")
 
 
 def check_config(value: Any, drafter: Any) -> SpeculativeConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -88,7 +89,7 @@ def messages_of(prompts: Any) -> list[tuple | None]:
     if isinstance(prompts, str):
         return [None]
     return [
-        tuple(dict(m) for m in p) if isinstance(p, (list, tuple)) and p and isinstance(p[0], Mapping) else None
+        tuple(map(dict, p)) if isinstance(p, (list, tuple)) and p and all(isinstance(m, Mapping) for m in p) else None
         for p in prompts
     ]
 
@@ -141,6 +142,11 @@ def _check_options(target: Any, p: SamplingParams, stop_ids: tuple[int, ...]) ->
         if getattr(p, name) and target.tokenizer is None:
             raise ValueError(f"{name}={getattr(p, name)!r} is text, but {target.name} has no tokenizer; give token ids "
                              "(stop_token_ids, or logit_bias with -inf)")  # fmt: skip
+    for string in p.stop:
+        special = set(target.tokenizer.encode(string, add_special_tokens=False)) & set(_special_ids(target.tokenizer))
+        if special:
+            raise ValueError(f"stop={string!r} holds special tokens, which no text shows; use "
+                             f"stop_token_ids={sorted(special)}")  # fmt: skip
     if p.allowed_token_ids is not None or p.logit_bias:
         left = set(np.flatnonzero(_bias_row(p, target.vocab_size) > -np.inf).tolist())
         if not left:
@@ -151,6 +157,10 @@ def _check_options(target: Any, p: SamplingParams, stop_ids: tuple[int, ...]) ->
     if p.mask_fn is not None:
         _check_grammar(p, target.vocab_size)
     return tuple(dict.fromkeys(ids for word in p.bad_words for ids in _spellings(target.tokenizer, word)))
+
+
+def _special_ids(tokenizer: Any) -> frozenset[int]:
+    return getattr(tokenizer, "special_ids", frozenset())  # a tokenizer of one's own need not have any
 
 
 def _spellings(tokenizer: Any, word: str) -> list[tuple[int, ...]]:
@@ -167,16 +177,32 @@ def _spellings(tokenizer: Any, word: str) -> list[tuple[int, ...]]:
 
 
 def grammar_of(p: SamplingParams) -> tuple[Any, Any]:
-    """A grammar as a pytree that can be called, and its first state as arrays."""
+    """A grammar as a pytree that can be called, and its first state as arrays.
+
+    Functions are told apart by identity, as jax.jit does; other objects must be pytrees, whose arrays are arguments.
+    What else an object holds would be frozen into the program, and a later change of it ignored.
+    """
     fn = p.mask_fn
-    is_leaf = jax.tree.structure(fn) == jax.tree.structure(0)
+    if jax.tree.structure(fn) == jax.tree.structure(0):
+        if not inspect.isfunction(inspect.unwrap(fn)):
+            raise ValueError(f"mask_fn={fn!r} must be a function or a registered pytree that can be called (such as a "
+                             "flax.struct.dataclass); bound methods and other objects may change unseen")  # fmt: skip
+        fn = jax.tree_util.Partial(fn)
     state = 0 if p.mask_state is None else p.mask_state
-    return (jax.tree_util.Partial(fn) if is_leaf else fn), jax.tree.map(jnp.asarray, state)
+    try:
+        return fn, jax.tree.map(jnp.asarray, state)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"mask_state={p.mask_state!r} must be a pytree of arrays: {error}") from None
 
 
 def _check_grammar(p: SamplingParams, vocab_size: int) -> None:
     fn, state = grammar_of(p)
-    result = jax.eval_shape(fn, state, jax.ShapeDtypeStruct((), jnp.int32))
+    try:
+        result = jax.eval_shape(fn, state, jax.ShapeDtypeStruct((), jnp.int32))
+    except Exception as error:  # whatever the caller's function raises
+        first = str(error).strip().partition("\n")[0]
+        kind = type(error).__name__
+        raise ValueError(f"mask_fn cannot be traced as mask_fn(state, token): {kind}: {first}") from error
     if not isinstance(result, tuple) or len(result) != 2:
         raise ValueError(f"mask_fn must return (state, mask), not {result!r}")
     after, mask = result
@@ -257,17 +283,15 @@ def _power_of_two(value: int) -> int:
 
 
 def _grammar_index(grammars: Sequence[tuple[Any, Any]], p: SamplingParams) -> int | None:
-    """Which entry holds this request's grammar: the same object (or equal function) and a first state of one shape."""
-    fn, state = grammar_of(p)
+    """Which entry holds this request's grammar: the same object and a first state of the same shapes."""
+    _, state = grammar_of(p)
 
     def kind(tree):
         leaves, structure = jax.tree.flatten(tree)
         return structure, [(jnp.shape(x), jnp.result_type(x)) for x in leaves]
 
     for number, (known, first) in enumerate(grammars):
-        same = known is p.mask_fn or (isinstance(fn, jax.tree_util.Partial) and not jax.tree.leaves(fn)
-                                      and known == p.mask_fn)  # fmt: skip
-        if same and kind(first) == kind(state):
+        if known is p.mask_fn and kind(first) == kind(state):
             return number
     return None
 
@@ -283,13 +307,15 @@ def _bias_row(p: SamplingParams, size: int) -> np.ndarray:
 
 
 def row_arrays(
-    layout: Layout, rows: Mapping[int, Request], batch: int, vocab: int
+    layout: Layout, rows: Mapping[int, Request], batch: int, vocab: int, shared: bool = False
 ) -> tuple[SamplingState, tuple[Any, ...]]:
     """The parameters of some rows of a batch as arrays, and the first states of their grammars.
 
     Args:
       rows: requests by their row; the others are greedy fillers that never run.
       vocab: rows of the target's head.
+      shared: all rows share their parameters: their bias, the one large array, is [1, vocab], and the grammars are
+        left out.
     """
 
     def column(read, filler, dtype):
@@ -307,8 +333,9 @@ def row_arrays(
             for name, none in names.items()
         })  # fmt: skip
     if layout.bias:
-        dense = np.zeros((batch, vocab), np.float32)
-        for row, request in rows.items():
+        of_row = {0: next(iter(rows.values()))} if shared else rows
+        dense = np.zeros((1 if shared else batch, vocab), np.float32)
+        for row, request in of_row.items():
             dense[row] = _bias_row(request.params, vocab)
         bias = jnp.asarray(dense)
     if layout.words:
@@ -328,7 +355,7 @@ def row_arrays(
             states.append(jax.tree.map(lambda *xs: jnp.stack(xs), *own))
     processors = None
     if layout.penalties or layout.bias or layout.words or layout.minimum or layout.grammars:
-        fns = tuple(grammar_of(SamplingParams(mask_fn=fn))[0] for fn, _ in layout.grammars)
+        fns = () if shared else tuple(grammar_of(SamplingParams(mask_fn=fn))[0] for fn, _ in layout.grammars)
         processors = Processors(bias, minimum, bad_words, penalties, fns, grammar)
     sampling = SamplingState(
         temperature=column(lambda r: r.params.temperature, 0.0, np.float32),
@@ -347,5 +374,13 @@ def sampling_state(requests: Sequence[Request], batch: int, vocab: int = 0) -> S
 
     Args:
       vocab: rows of the target's head, needed where a request has a logit_bias or allowed_token_ids.
+
+    Raises:
+      ValueError: for the options that need more than parameters: mask_fn, logprobs and stop.
     """
+    for request in requests:
+        for name in ("mask_fn", "logprobs", "stop"):
+            if getattr(request.params, name) not in (None, ()):
+                raise ValueError(f"{name}={getattr(request.params, name)!r} needs `generate`; `make_decoder` runs the "
+                                 "loop alone")  # fmt: skip
     return row_arrays(layout_of(requests, vocab), dict(enumerate(requests)), batch, vocab)[0]

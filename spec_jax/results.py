@@ -121,7 +121,7 @@ def _logprobs(found: Logprobs, new: slice, ids: list[int], top: int) -> list[dic
     out = []
     for token, value, rank, likely, their in zip(ids, chosen, ranks, top_ids, values, strict=True):
         entry = {token: Logprob(value, rank)}
-        for place, (other, other_value) in enumerate(zip(likely, their, strict=True), start=1):
-            entry.setdefault(other, Logprob(other_value, place))
+        for other, other_value in zip(likely, their, strict=True):
+            entry.setdefault(other, Logprob(other_value, 1 + their.index(other_value)))  # equal values, equal ranks
         out.append(entry)
     return out

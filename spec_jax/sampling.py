@@ -120,13 +120,23 @@ def gumbel(key: jax.Array, position: jax.Array, purpose: int, size: int) -> jax.
 def best_token(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The id of the largest score (ties: the lowest id) and its lead over the runner-up. scores [vocab].
 
-    NO_TOKEN where every score is -inf, and a lead of NaN where one is not a number.
+    NO_TOKEN where every score is -inf.
     """
     best = jnp.argmax(scores).astype(jnp.int32)
     peak = scores[best]
     rest = jnp.where(jnp.arange(scores.shape[0]) == best, -jnp.inf, scores).max()
     lead = jnp.where(rest == -jnp.inf, jnp.inf, peak - rest)
-    return jnp.where(peak == -jnp.inf, NO_TOKEN, best), jnp.where(jnp.isnan(scores).any(), jnp.nan, lead)
+    return jnp.where(peak == -jnp.inf, NO_TOKEN, best), lead
+
+
+def is_broken(logits: jax.Array, vocab_size: int) -> jax.Array:
+    """Whether a row of raw logits [vocab] holds NaN or +inf, from which no token can be chosen."""
+    return ~(mask_padding(logits, vocab_size) < jnp.inf).all()
+
+
+def flag_broken(broken: jax.Array, token: jax.Array, gap: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A choice as it is, or token 0 with a gap of NaN: a token that is emitted, so that its trace tells."""
+    return jnp.where(broken, 0, token), jnp.where(broken, jnp.nan, gap)
 
 
 def adjusted(logits, sampling: SamplingState, history: History | None, row, column, position, vocab_size) -> jax.Array:
@@ -159,16 +169,17 @@ def choose_tokens(
     s = sampling
 
     def one(row, column, logits, position):
+        broken = is_broken(logits, vocab_size)
         logits = adjusted(logits, s, history, row, column, position, vocab_size)
         if purpose is None:
-            return best_token(logits)
+            return flag_broken(broken, *best_token(logits))
 
         def sample():
             scores = process(logits, s.temperature[row], s.top_k[row], s.top_p[row], s.min_p[row])
             token, gap = best_token(scores + gumbel(s.key[row], position, purpose, vocab))
             return token, gap * s.temperature[row]
 
-        return lax.cond(s.temperature[row] > 0, sample, lambda: best_token(logits))
+        return flag_broken(broken, *lax.cond(s.temperature[row] > 0, sample, lambda: best_token(logits)))
 
     rows, columns = (x.reshape(-1) for x in jnp.indices((batch, width)))
     tokens, gaps = over_rows(one, rows, columns, logits.reshape(-1, vocab), positions.reshape(-1))

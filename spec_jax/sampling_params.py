@@ -45,12 +45,13 @@ class SamplingParams:
       frequency_penalty: in [-2, 2], subtracted once for every time that a token is in the new text.
       logit_bias: {token id: number in [-100, 100], or -inf to forbid the token}, added to the logits.
       bad_words: strings that may not be written: the last token of one, as the tokenizer writes it with and without a
-        space in front, is forbidden where the new text ends with the tokens before it.
+        space in front, is forbidden where the new text ends with the tokens before it. White space that the string
+        itself begins with is ignored, and other tokens may still spell the same letters.
       allowed_token_ids: only these ids may be written; None allows all.
       mask_fn: a pure function of JAX arrays, mask_fn(state, token) -> (state, mask): what the grammar of one row
         allows next, bool [vocab_size], after `token` (int32 scalar), -1 in front of the first new token. Draft tokens
-        are tried on copies of the state, illegal ones among them. A function, or a registered pytree that can be
-        called: its arrays are arguments of the compiled program, everything else is part of it. See `spec_jax.grammar`.
+        are tried on copies of the state, illegal ones among them. A function, which becomes part of the compiled
+        program, or a registered pytree that can be called, whose arrays are arguments of it; see `spec_jax.grammar`.
       mask_state: the grammar's first state, a pytree of arrays. Default: int32 0.
 
     The order is: mask_fn, allowed_token_ids, logit_bias, min_tokens, bad_words, penalties, temperature, min_p, top_k,

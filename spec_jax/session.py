@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import numbers
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from spec_jax import cache as kv
@@ -47,9 +49,7 @@ class Session:
         self._state: DecodeState | None = None
         if not slots.refilled and slots.slot_of:
             self._state = slots.state
-            _kept.append(weakref.ref(self))
-            if len(_kept) > KEPT:
-                _release(_kept.popleft())
+            _keep(self)
 
     @property
     def cached(self) -> bool:
@@ -76,8 +76,9 @@ class Session:
         Returns:
           A `GenerateResult` with a session of its own; this one can be continued again, otherwise.
         """
-        from spec_jax.generation import prepare
+        from spec_jax.generation import check_progress, prepare
 
+        check_progress(progress)
         target = self._call.target
         prompts, messages = self._whole(prompts)
         ids = encode_prompts(target, prompts)
@@ -99,12 +100,15 @@ class Session:
 
     def _whole(self, prompts: Any) -> tuple[list[Any], list[tuple | None]]:
         """Every sequence's whole prompt, and its conversation so far."""
-        if isinstance(prompts, str) or (prompts and all(isinstance(m, (Mapping, int)) for m in prompts)):
+        if isinstance(prompts, np.ndarray):
+            prompts = prompts.tolist()
+        if not isinstance(prompts, (str, list, tuple)):
+            raise ValueError(f"prompts must be a string, or a list with one continuation per sequence, not {prompts!r}")
+        if isinstance(prompts, str) or (prompts and all(isinstance(m, (Mapping, numbers.Integral)) for m in prompts)):
             prompts = [prompts]  # one continuation
-        if not isinstance(prompts, (list, tuple)) or len(prompts) != len(self.token_ids):
-            count = len(prompts) if isinstance(prompts, (list, tuple)) else 0
-            raise ValueError(f"the session has {len(self.token_ids)} sequences, but {count} continuations were given; "
-                             "give one per sequence, in order")  # fmt: skip
+        if len(prompts) != len(self.token_ids):
+            raise ValueError(f"the session has {len(self.token_ids)} sequences, but {len(prompts)} continuations were "
+                             "given; give one per sequence, in order")  # fmt: skip
         whole, talks = [], []
         for number, more in enumerate(prompts):
             talk = self._messages[number]
@@ -122,7 +126,8 @@ class Session:
                 whole.append(self.token_ids[number] + tokenizer.encode(more, add_special_tokens=False))
                 talk = None
             else:
-                (ids,) = encode_prompts(self._call.target, [more]) if more else ([],)
+                empty = isinstance(more, (list, tuple)) and not more
+                (ids,) = [[]] if empty else encode_prompts(self._call.target, [more])
                 whole.append(self.token_ids[number] + ids)
                 talk = None
             talks.append(talk)
@@ -162,6 +167,14 @@ class Session:
             return Prefilled(cache, drafter.take(state.drafter, slot)), start
 
         return source
+
+
+def _keep(session: Session) -> None:
+    alive = [reference for reference in _kept if reference() is not None]
+    _kept.clear()
+    _kept.extend([*alive, weakref.ref(session)])
+    if len(_kept) > KEPT:
+        _release(_kept.popleft())
 
 
 def release_sessions() -> None:

@@ -104,7 +104,7 @@ class Slots:
         free = collections.deque(i for i, held in enumerate(self._held) if held is None)
         while free and self._waiting:
             group = [self._waiting.popleft()]
-            while len(group) < len(free) and self._waiting and self._waiting[0].prompt == group[0].prompt:
+            while len(group) < len(free) and self._waiting and _alike(self._waiting[0], group[0]):
                 group.append(self._waiting.popleft())
             self._start(group, [free.popleft() for _ in group])
         if not self._waiting:
@@ -116,7 +116,9 @@ class Slots:
             self._cached[request.index] = len(request.prompt) - 1
         prompt = group[0].prompt
         rows = dict(zip(slots, group, strict=True))
-        sampling, grammar_states = row_arrays(self.layout, rows, self.batch, self.target.config.vocab_size)
+        vocab = self.target.config.vocab_size
+        sampling, grammar_states = row_arrays(self.layout, rows, self.batch, vocab, shared=True)
+        grammars, self.state = _without_grammars(self.state)
         wanted = np.full(self.batch, 1, np.int64)
         for slot, request in rows.items():
             # A budget may be larger than an int32, the model's context is not.
@@ -137,7 +139,8 @@ class Slots:
             jnp.int32(len(slots)),
             Rows(*(jnp.asarray(x, jnp.int32) for x in (length, limit, reason)), sampling, grammar_states),
         )
-        self.state = self._run("fill", self.decoder.for_prefill(), 1, arguments)
+        # The program need not know the grammars, so that another function does not compile it anew.
+        self.state = _with_grammars(self._run("fill", self.decoder.for_prefill(), 1, arguments), grammars)
 
     def _prompt_array(self, prompt: list[int]) -> jax.Array:
         tokens = np.zeros((1, self.capacity), np.int32)
@@ -202,7 +205,7 @@ class Slots:
         request = self._held[slot]
         return np.asarray(self.state.tokens)[slot, len(request.prompt) : self._length[slot]].tolist()
 
-    def text_of(self, slot: int) -> RowText:
+    def row_text(self, slot: int) -> RowText:
         return self._texts[slot]
 
     def _stop_at_strings(self) -> None:
@@ -252,6 +255,25 @@ class Slots:
             )
             found.append((request.index, sequence))
         return found
+
+
+def _alike(one: Request, other: Request) -> bool:
+    """Whether two requests can enter their slots together: samples of one prompt."""
+    return one.params is other.params and one.prompt == other.prompt
+
+
+def _without_grammars(state: DecodeState) -> tuple[tuple[Any, ...], DecodeState]:
+    p = state.sampling.processors
+    if p is None:
+        return (), state
+    return p.mask_fns, _with_grammars(state, ())
+
+
+def _with_grammars(state: DecodeState, grammars: tuple[Any, ...]) -> DecodeState:
+    p = state.sampling.processors
+    if p is None:
+        return state
+    return state.replace(sampling=state.sampling.replace(processors=p.replace(mask_fns=grammars)))
 
 
 def _row(tree: Any, slot: int) -> Any:

@@ -40,7 +40,7 @@ class TextStream(Iterator[str]):
         slots = call.start()
         found, steps = {}, 1
         slots.fill()
-        text = slots.text_of(0) if call.active else None
+        text = slots.row_text(0) if call.active else None
         while slots.busy:
             found = dict(slots.advance(steps))
             # One step at first, so that the first piece comes as early as it can.

@@ -147,7 +147,8 @@ def _standard(logits, draft, valid, length, sampling, vocab_size, history) -> Ve
         return sampling_lib.process(logits, s.temperature[row], s.top_k[row], s.top_p[row], s.min_p[row])
 
     def accept(row, column, logits, token, draft_prob, position):
-        """Whether one draft token passes its own test. Greedy rows accept the argmax only."""
+        """Whether one draft token passes its own test. Greedy rows accept the argmax only, broken ones nothing."""
+        broken = sampling_lib.is_broken(logits, vocab_size)
         logits = sampling_lib.adjusted(logits, s, history, row, column, position, vocab_size)
 
         def sampled():
@@ -160,7 +161,8 @@ def _standard(logits, draft, valid, length, sampling, vocab_size, history) -> Ve
             best, gap = sampling_lib.best_token(logits)
             return token == best, gap
 
-        return lax.cond(s.temperature[row] > 0, sampled, greedy)
+        passed, gap = lax.cond(s.temperature[row] > 0, sampled, greedy)
+        return passed & ~broken, gap
 
     rows, columns = (x.reshape(-1) for x in jnp.indices((batch, nodes)))
     positions = length[:, None] + jnp.arange(nodes)
@@ -184,6 +186,7 @@ def _standard(logits, draft, valid, length, sampling, vocab_size, history) -> Ve
     q = _draft_law(draft, at, token, vocab)
 
     def choose(row, column, logits, q, refused, position):
+        broken = sampling_lib.is_broken(logits, vocab_size)
         logits = sampling_lib.adjusted(logits, s, history, row, column, position, vocab_size)
 
         def sampled():
@@ -193,7 +196,8 @@ def _standard(logits, draft, valid, length, sampling, vocab_size, history) -> Ve
             noise = sampling_lib.gumbel(s.key[row], position, sampling_lib.TARGET, vocab)
             return sampling_lib.best_token(scores + noise)[0], jnp.float32(jnp.inf)
 
-        return lax.cond(s.temperature[row] > 0, sampled, lambda: sampling_lib.best_token(logits))
+        choice = lax.cond(s.temperature[row] > 0, sampled, lambda: sampling_lib.best_token(logits))
+        return sampling_lib.flag_broken(broken, *choice)
 
     follow, lead = sampling_lib.over_rows(
         choose, index, num_accepted, logits[index, num_accepted], q, refused, length + num_accepted

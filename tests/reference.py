@@ -105,8 +105,10 @@ def decode(model, prompt, params):
         if token in stop_ids:
             return new, text_of(new[:-1]), "stop", rows, closeness
         if len(new) > params.min_tokens:
-            floor = len(text_of(new[: params.min_tokens])) if params.stop else 0
-            ends = [text_of(new).find(s, max(floor - len(s) + 1, 0)) for s in params.stop]
-            if any(e >= 0 for e in ends):
-                return new, text_of(new)[: min(e for e in ends if e >= 0)], "stop", rows, closeness
+            text, early = text_of(new), text_of(new[: params.min_tokens])
+            # A string that the first min_tokens tokens spell already has come too early to stop.
+            begins = [i for s in params.stop for i in range(len(text)) if text.startswith(s, i)
+                      and not early.startswith(text[: i + len(s)])]  # fmt: skip
+            if begins:
+                return new, text[: min(begins)], "stop", rows, closeness
     return new, text_of(new), reason, rows, closeness

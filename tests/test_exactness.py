@@ -16,13 +16,16 @@ from spec_jax.generation import generate
 from spec_jax.models.layers import RowBlocks
 from spec_jax.sampling_params import SamplingParams
 
+SLOW = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     "shape",
     [
-        {"layers": 1, "hidden": 768, "heads": 3, "kv_heads": 1, "head_dim": 32, "vocab": 1003},  # 768: no count agrees
-        {"layers": 1, "hidden": 160, "heads": 6, "kv_heads": 2, "head_dim": 80, "vocab": 517},
-        {"dtype": "bfloat16"},
+        # 768: no count agrees
+        {"layers": 1, "hidden": 768, "heads": 3, "kv_heads": 1, "head_dim": 32, "vocab": 1003},
+        pytest.param({"layers": 1, "hidden": 160, "heads": 6, "kv_heads": 2, "head_dim": 80, "vocab": 517}, marks=SLOW),
+        pytest.param({"dtype": "bfloat16"}, marks=SLOW),
     ],
     ids=["one KV head", "head_dim 80", "bfloat16"],
 )
@@ -40,6 +43,7 @@ def test_power_row_counts_that_follow_the_width_are_found(monkeypatch):
     assert report.level != "E2"
 
 
+@SLOW
 def test_power_dead_logits_do_not_count_as_equal():
     model = tiny(layers=1)
     dead = dataclasses.replace(model, params=jax.tree.map(lambda x: x * jnp.nan, model.params))

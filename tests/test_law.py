@@ -66,6 +66,7 @@ def sample(config, options, prompt=(FIRST,), drafter=None):
     return generate(target, [list(prompt)], config, params, max_batch_size=BATCH, drafter=drafter)
 
 
+SLOW = pytest.mark.slow
 MODEL = {"method": "draft_model", "model": None, "num_speculative_tokens": 2}
 OPTIONS = [
     {"temperature": 0.7},
@@ -96,7 +97,11 @@ def config_of(name):
 
 @pytest.mark.parametrize(
     "name, options",
-    [("probabilistic", options) for options in OPTIONS] + [("coupled", OPTIONS[0]), ("coupled", OPTIONS[5])],
+    [
+        *(pytest.param("probabilistic", o, marks=() if o in (OPTIONS[0], OPTIONS[5]) else SLOW) for o in OPTIONS),
+        pytest.param("coupled", OPTIONS[5], marks=SLOW),
+        pytest.param("coupled", OPTIONS[0], marks=SLOW),
+    ],
     ids=str,
 )
 def test_model_drafts_keep_the_law_under_every_option(name, options):
@@ -105,7 +110,9 @@ def test_model_drafts_keep_the_law_under_every_option(name, options):
     assert 0 < result.stats.draft_acceptance_rate < 1
 
 
-@pytest.mark.parametrize("name", ["plain", "greedy drafts", "ngram", "layer_skip"])
+@pytest.mark.parametrize(
+    "name", ["plain", "layer_skip", *(pytest.param(n, marks=SLOW) for n in ("greedy drafts", "ngram"))]
+)
 def test_other_ways_of_drafting_keep_the_law(name):
     options = {"temperature": 1.0, "top_k": 4}
     prompt = (0, 2, FIRST, 3, 0, 4, FIRST) if name == "ngram" else (FIRST,)
@@ -130,6 +137,7 @@ def test_coupled_drafts_are_accepted_more_often_than_independent_ones():
     assert accepted > (TARGET_TABLE[FIRST] * DRAFT_TABLE[FIRST]).sum() + 0.05
 
 
+@SLOW
 def test_power_a_draft_drawn_from_another_law_than_q_is_found(monkeypatch):
     """The drafter's token is taken before top_k and its q after: the classic fault of B04."""
     from spec_jax import sampling

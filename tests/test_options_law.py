@@ -16,6 +16,8 @@ from scipy import stats
 from spec_jax.generation import generate
 from spec_jax.sampling_params import SamplingParams
 
+pytestmark = pytest.mark.slow  # each case compiles a program of its own
+
 SAMPLES, BATCH, VOCAB, FIRST = 12_000, 4_000, 5, 1
 TARGET_TABLE, DRAFT_TABLE = tiny.random_table(VOCAB, seed=3), tiny.random_table(VOCAB, seed=4)
 
@@ -112,19 +114,16 @@ def sample(method, options):
     return generate(target, [[FIRST]], config, params, max_batch_size=BATCH)
 
 
-HEAVY = pytest.mark.slow  # each case compiles a program of its own
-
-
 @pytest.mark.parametrize(
     "method, name",
     [
         ("draft_model", "all"),
         ("ngram", "penalties"),
-        pytest.param("draft_model", "penalties", marks=HEAVY),
-        pytest.param("draft_model", "words and bias", marks=HEAVY),
-        pytest.param("draft_model", "minimum and grammar", marks=HEAVY),
-        pytest.param("plain", "all", marks=HEAVY),
-        pytest.param("greedy drafts", "all", marks=HEAVY),
+        ("draft_model", "penalties"),
+        ("draft_model", "words and bias"),
+        ("draft_model", "minimum and grammar"),
+        ("plain", "all"),
+        ("greedy drafts", "all"),
     ],
 )
 def test_the_law_under_standard_is_the_targets_with_its_options(method, name):

@@ -1,6 +1,7 @@
 """Every field of `SamplingParams`: bad values get one error that names them, good ones change what comes out."""
 
 import dataclasses
+import functools
 import re
 
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import pytest
 import tiny
 
 from spec_jax.generation import generate
+from spec_jax.requests import make_requests, sampling_state
 from spec_jax.sampling_params import SamplingParams
 
 INF, NAN = float("inf"), float("nan")
@@ -49,7 +51,7 @@ GOOD = {
     "stop": "c", "stop_token_ids": [70], "ignore_eos": True, "logprobs": 2, "repetition_penalty": 1.5,
     "presence_penalty": 1.5, "frequency_penalty": 1.5, "logit_bias": {40: 100.0}, "bad_words": ["ca", "cg"],
     "allowed_token_ids": [3, 4, 5], "mask_fn": lambda state, token: (state, jnp.arange(97) < 30),
-    "mask_state": jnp.zeros(2),
+    "mask_state": jnp.int32(0),
 }  # fmt: skip
 
 
@@ -76,8 +78,12 @@ def model():
 def outcome(**options):
     prompt = tiny.prompts_of(tiny.tiny(), (3, 9, 20), seed=11)[1]
     base = {"max_tokens": 12, "seed": 1, "temperature": 1.0}
-    result = generate(model(), [prompt], None, {**base, **options})
-    return [(s.token_ids, s.text, s.finish_reason, s.logprobs and len(s.logprobs[0])) for s in result.sequences]
+    # A row that uses everything gives all calls one layout, and so one program.
+    filler = {**GOOD, "n": 1, "min_tokens": 1}
+    if "mask_fn" in options:
+        filler |= {"mask_fn": options["mask_fn"], "mask_state": options.get("mask_state")}
+    result = generate(model(), [prompt, [1]], None, [{**base, **options}, filler])
+    return [(s.token_ids, s.text, s.finish_reason, s.logprobs and len(s.logprobs[0])) for s in result.sequences[:-1]]
 
 
 @pytest.mark.parametrize("name", [n for n in GOOD if n != "mask_state"])
@@ -97,6 +103,17 @@ def test_the_first_state_of_a_grammar_is_used():
     assert texts == [[5] * 12, [7] * 12]
 
 
+class Special(tiny.ToyTokenizer):
+    """The last id is written <end>, and no text shows it."""
+
+    special_ids = frozenset({96})
+
+    def encode(self, text, add_special_tokens=True):
+        parts = text.split("<end>")
+        ids = [[*super(Special, self).encode(part), 96] for part in parts]
+        return [i for part in ids for i in part][:-1]
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
@@ -110,19 +127,46 @@ def test_the_first_state_of_a_grammar_is_used():
         ({"mask_fn": lambda state, token: (state, jnp.ones(97))}, r"bool\[97\]"),
         ({"mask_fn": lambda state, token: (state + 0.5, jnp.ones(97, bool))}, "a state like the one it is given"),
         ({"mask_fn": lambda state, token: ((state, token), jnp.ones(97, bool))}, "a state like the one it is given"),
+        ({"mask_fn": lambda state: state}, "mask_fn cannot be traced"),
+        ({"mask_fn": lambda state, token: (state, [True] * 97 if token > 3 else [])}, "mask_fn cannot be traced"),
+        ({"mask_fn": {}.get}, "must be a function or a registered pytree"),
+        ({"mask_fn": functools.partial(no_mask)}, "must be a function or a registered pytree"),
+        ({"mask_fn": no_mask, "mask_state": "abc"}, "mask_state='abc' must be a pytree of arrays"),
+        ({"mask_fn": no_mask, "mask_state": 2**40}, "mask_state=1099511627776 must be a pytree of arrays"),
+        ({"stop": ["a<end>b"]}, r"holds special tokens, which no text shows; use stop_token_ids=\[96\]"),
         ({"mask_state": 3}, "mask_state=3 was given without a mask_fn"),
     ],
     ids=show,
 )
 def test_what_the_model_cannot_honour_is_named(options, message):
+    target = dataclasses.replace(model(), tokenizer=Special())
     with pytest.raises(ValueError, match=message):
-        generate(model(), [[1]], None, options)
+        generate(target, [[1]], None, options)
 
 
 @pytest.mark.parametrize("name", ["stop", "bad_words"])
 def test_text_options_need_a_tokenizer(name):
     with pytest.raises(ValueError, match=f"{name}=.* is text, but tiny-0 has no tokenizer"):
         generate(tiny.tiny(), [[1]], None, {name: ["ab"]})
+
+
+def test_make_decoder_refuses_what_it_cannot_honour():
+    for options in ({"logprobs": 1}, {"stop": "a"}, {"mask_fn": no_mask}):
+        requests = make_requests(model(), [[1]], [SamplingParams(**options)])
+        with pytest.raises(ValueError, match=f"{next(iter(options))}=.*needs `generate`"):
+            sampling_state(requests, 1)
+
+
+def test_two_functions_in_one_call_are_two_grammars():
+    def low(state, token):
+        return state, jnp.arange(97) < 10
+
+    def high(state, token):
+        return state, jnp.arange(97) >= 90
+
+    result = generate(tiny.tiny(), [[1], [2], [3]], None, [{"mask_fn": low}, {"mask_fn": high}, {"max_tokens": 5}])
+    a, b, c = (s.token_ids for s in result.sequences)
+    assert max(a) < 10 and min(b) >= 90 and c == tiny.plain(tiny.tiny(), [[3]], {"max_tokens": 5})[0]
 
 
 def test_unknown_options_name_the_nearest():

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import itertools
 import weakref
 
 import numpy as np
@@ -47,8 +48,18 @@ def assert_same(ours, theirs):
 MORE = [[5, 9, 30], [8], [11] * 50]
 
 
-@pytest.mark.parametrize("name", ["plain", "script", "ngram", "layer_skip", "draft_model"])
-@pytest.mark.parametrize("ending", ["budget", "stop", "string"])
+NAMES = ["script", "draft_model", "plain", "ngram", "layer_skip"]
+ENDINGS = ["budget", "stop", "string"]
+
+
+def pairs():
+    """Every drafter with every ending; the script, whose runs can be cut anywhere, in the fast tests."""
+    for name, ending in itertools.product(NAMES, ENDINGS):
+        fast = name == "script" or (name, ending) == ("draft_model", "string")
+        yield pytest.param(name, ending, marks=() if fast else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name, ending", list(pairs()))
 def test_a_continued_sequence_is_a_fresh_prefill_of_the_whole_text(name, ending):
     """The first turn ends anywhere in a run: by its budget, a stop token or a stop string; then two more turns."""
     free = fresh(prompts(), {"max_tokens": 24})
@@ -136,6 +147,9 @@ def test_prompts_that_never_had_a_slot_are_prefilled():
 def test_only_the_newest_sessions_keep_their_caches():
     results = [generate(model(), prompts(), None, {"max_tokens": 3}) for _ in range(session_lib.KEPT + 1)]
     assert [r.session.cached for r in results] == [False] + [True] * session_lib.KEPT
+    for _ in range(session_lib.KEPT):
+        generate(model(), prompts(), None, {"max_tokens": 3})  # dropped at once, and so in nobody's way
+    assert results[-1].session.cached
     again = results[0].session.generate(MORE, {"max_tokens": 5})
     assert again.stats.num_cached_tokens == 0
     assert_same(again.sequences, results[1].session.generate(MORE, {"max_tokens": 5}).sequences)
@@ -167,13 +181,19 @@ def test_more_prompts_than_slots_leave_no_cache_and_go_on_all_the_same():
         ([[1], [2], [97]], "token id 97"),
         ([[1], [2], [1.5]], "must be a string"),
         ([[1], [2], [{"role": "user", "content": "x"}]], "cannot go on with messages"),
-        (None, "3 sequences, but 0 continuations"),
+        (None, "must be a string, or a list"),
+        (5, "must be a string, or a list"),
+        ([0, [1], [2]], "wrap it in a list"),
+        ([False, [1], [2]], "wrap it in a list"),
+        ([{}, [1], [2]], "wrap it in a list"),
     ],
 )
 def test_bad_continuations_are_named(more, message):
     result = generate(model(), prompts(), None, {"max_tokens": 2})
     with pytest.raises(ValueError, match=message):
         result.session.generate(more)
+    with pytest.raises(ValueError, match="progress='no'"):
+        result.session.generate(MORE, progress="no")
 
 
 def test_samples_continue_one_by_one():

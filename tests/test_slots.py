@@ -56,7 +56,7 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["plain", "draft_model", pytest.param("ngram", marks=pytest.mark.slow)])
 def test_a_request_in_a_used_slot_is_the_request_alone(method):
     """More prompts than slots: order, text, reasons and log-probs are those of each prompt by itself."""
     prompts, params = requests()
@@ -141,7 +141,7 @@ def test_samples_of_one_prompt_are_prefilled_once():
     assert len({tuple(s.token_ids) for s in result.sequences}) > 5
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["plain", "draft_model"])
 def test_prompts_that_begin_alike_share_the_beginning(method):
     """Two groups under one common beginning, in mixed order, and a prompt that shares nothing."""
     chunk = 32

@@ -90,7 +90,7 @@ def run(kind, cells, k):
     return generate(target, prompts, None, sampling, drafter=drafter, exact=False, max_batch_size=100)
 
 
-@pytest.mark.parametrize("k", RUNS)
+@pytest.mark.parametrize("k", [pytest.param(k, marks=pytest.mark.slow) if k in (1, 3) else k for k in RUNS])
 @pytest.mark.parametrize("kind", ["id", "eos", "string", "inside", "long", "both"])
 def test_every_cell_of_the_table(kind, k):
     cells = cells_of(kind)

@@ -293,11 +293,18 @@ def test_a_budget_beyond_32_bits_runs_to_the_end_of_the_context(budget):
     assert (len(sequence.token_ids), sequence.finish_reason) == (61, "context")
 
 
-def test_logits_that_are_not_numbers_are_an_error_not_a_text():
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("rule", ["coupled", "standard"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_logits_that_are_not_numbers_are_an_error_not_a_text(value, rule, temperature):
+    """One damaged row of the head, and a damaged norm; sampled rows must not take it for having no token left."""
     model = tiny.tiny(context=64)
-    broken = dict(model.params, final_norm=model.params["final_norm"] * float("nan"))
-    with pytest.raises(ValueError, match="not numbers"):
-        generate(dataclasses.replace(model, params=broken), [[1, 2, 3]], None, SamplingParams(max_tokens=4))
+    head = model.params["lm_head"].at[40].set(value)
+    for broken in (dict(model.params, lm_head=head), dict(model.params, final_norm=model.params["final_norm"] * value)):
+        damaged = dataclasses.replace(model, params=broken)
+        config = {"method": "ngram", "num_speculative_tokens": 4, "rejection_sample_method": rule}
+        with pytest.raises(ValueError, match="not numbers"):
+            generate(damaged, [[1, 2, 1, 2]], config, SamplingParams(max_tokens=4, temperature=temperature, top_k=9))
 
 
 @pytest.mark.parametrize("prompts", [[1, 2, 3], [{"role": "user", "content": "hi"}]], ids=["ids", "messages"])

@@ -82,6 +82,36 @@ def test_the_beginning_of_a_stop_string_is_held_back_until_it_is_none():
     assert (found.count, found.text, found.string) == (7, "abcbc", "ck")
 
 
+@pytest.mark.parametrize("minimum", range(5))
+def test_a_minimum_that_ends_inside_a_character(minimum):
+    """A character is complete with its last byte: only behind the minimum may it, or what follows it, stop."""
+    tokenizer = tiny.ToyTokenizer()
+    ids = [tokenizer.pieces.index(bytes([b])) for b in "日x日".encode()]
+    for strings, first in ((("日",), 3), (("x",), 4), (("日x",), 4), (("日", "x"), 3)):
+        row = RowText(tokenizer, strings, minimum)
+        found = row.find_stop(ids)
+        ends = [n for n in (3, 4, 7) if n > minimum and any(tokenizer.decode(ids[:n]).endswith(s) for s in strings)]
+        assert (found and found.count) == (ends[0] if ends else None), (strings, first)
+
+
+def test_looking_for_stops_takes_time_in_proportion_to_the_text():
+    """Every look decodes a few tokens, and none the whole text again."""
+
+    class Counting(tiny.ToyTokenizer):
+        decoded = 0
+
+        def decode(self, ids):
+            Counting.decoded += len(ids)
+            return super().decode(ids)
+
+    ids = tokens("tokens") * 40
+    row = RowText(Counting(), ("zzz",))
+    for end in range(4, len(ids), 4):
+        assert row.find_stop(ids[:end]) is None
+        row.piece(ids[:end])
+    assert Counting.decoded < 60 * len(ids)
+
+
 @pytest.mark.parametrize("k", [0, 1, 3, 7])
 @pytest.mark.parametrize("spelling", ["bytes", "tokens"])
 def test_the_stream_of_every_run_length(spelling, k):

@@ -11,6 +11,7 @@ from spec_jax.drafting.layer_skip import LayerSkipDrafter
 from spec_jax.drafting.ngram import NGramDrafter
 from spec_jax.exactness import for_model
 from spec_jax.models.layers import RowBlocks
+from spec_jax.models.model import Model
 
 
 def build_drafter(config: SpeculativeConfig, target: Any, rows: RowBlocks) -> tuple[Any, Any]:
@@ -28,6 +29,8 @@ def build_drafter(config: SpeculativeConfig, target: Any, rows: RowBlocks) -> tu
         from spec_jax.models.loading import load_model  # a model on disk: the loaders are needed only here
 
         draft = load_model(draft, dtype=target.module.dtype)
+    if not isinstance(draft, Model):
+        raise ValueError(f"model={draft!r} must be a hub name, a folder, a .gguf file or a loaded Model")
     check_same_vocabulary(target, draft)
     drafter = DraftModelDrafter(
         num_nodes=k,

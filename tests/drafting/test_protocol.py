@@ -204,6 +204,7 @@ class HybridDrafter(BaseDrafter):
         return Draft(tokens, jnp.full(batch, 2, jnp.int32), q), state
 
 
+@pytest.mark.slow
 def test_mixed_one_hot_and_sparse_laws_keep_the_targets_law():
     table = random_table(5, seed=3)
     model = markov(table)
