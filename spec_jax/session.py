@@ -153,7 +153,7 @@ class Session:
             same = next((i for i, (a, b) in enumerate(zip(old, request.prompt, strict=False)) if a != b), None)
             same = min(len(old), len(request.prompt)) if same is None else same
             # The newest token is not in the cache yet, and a drafter may lack the one before it as well.
-            start = max(min(same, len(old) - 1) - 1, 0)
+            start = max(min(same, len(old) - 1, len(request.prompt) - 1) - 1, 0)
             slot = jnp.int32(slot)
 
             def take(x):
