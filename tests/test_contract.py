@@ -65,7 +65,7 @@ def with_grammar(kind, parameter=0):
 
 EVERYTHING = {
     "repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.2, "logit_bias": {5: 1.5, OFTEN: -1.0},
-    "bad_words": ["b", "gh", "a", "ak"], "allowed_token_ids": [i for i in range(97) if i != 60], "min_tokens": 3,
+    "bad_words": ["b", "gh", "a", "ak", "cgca"], "allowed_token_ids": [i for i in range(97) if i != 60], "min_tokens": 3,
     "stop_token_ids": [12, SOMETIMES], "logprobs": 3, **with_grammar(EVEN),
 }  # fmt: skip
 STOPS = ["agf", "iag", "gch.", "gdc"]
@@ -74,7 +74,7 @@ OPTIONS = {
     "logit_bias up": {"logit_bias": {17: 100.0}},
     "logit_bias": {"logit_bias": {OFTEN: -100.0, SOMETIMES: float("-inf"), 3: 4.5}},
     "allowed_token_ids": {"allowed_token_ids": [1, 4, 9, 30, OFTEN]},
-    "bad_words": {"bad_words": ["a", "bb", "kd", "bc", "d", "dl"]},
+    "bad_words": {"bad_words": ["a", "kd", "d", "cgca", "chcg"]},
     "min_tokens": {"min_tokens": 9, "stop_token_ids": [OFTEN, SOMETIMES, 7]},
     "min_tokens with stop": {"min_tokens": 5, "stop": ["a", "b", "c", "d", "e", "i"]},
     "stop": {"stop": STOPS},
