@@ -65,8 +65,8 @@ def with_grammar(kind, parameter=0):
 
 EVERYTHING = {
     "repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.2, "logit_bias": {5: 1.5, OFTEN: -1.0},
-    "bad_words": ["b", "gh", "a", "ak", "cgca"], "allowed_token_ids": [i for i in range(97) if i != 60], "min_tokens": 3,
-    "stop_token_ids": [12, SOMETIMES], "logprobs": 3, **with_grammar(EVEN),
+    "bad_words": ["b", "gh", "a", "ak", "cgca"], "allowed_token_ids": [i for i in range(97) if i != 60],
+    "min_tokens": 3, "stop_token_ids": [12, SOMETIMES], "logprobs": 3, **with_grammar(EVEN),
 }  # fmt: skip
 STOPS = ["agf", "iag", "gch.", "gdc"]
 OPTIONS = {

@@ -40,6 +40,8 @@ def grammar(state, token):
 
 
 ids = st.integers(0, 96)
+LIKELY = [69, 70, 63, 6, 45, 30]
+"""Tokens that the model likes to write."""
 OPTIONS = {
     "temperature": st.sampled_from([0.0, 0.0, 0.5, 1.0, 2.0]),
     "top_k": st.sampled_from([0, 1, 5, 30]),
@@ -47,7 +49,7 @@ OPTIONS = {
     "min_p": st.sampled_from([0.0, 0.05]),
     "seed": st.integers(0, 2**64 - 1),
     "stop": st.lists(st.text("abcdefghijkl", min_size=1, max_size=2), min_size=1, max_size=3),
-    "stop_token_ids": st.lists(ids, min_size=5, max_size=8),
+    "stop_token_ids": st.lists(st.one_of(ids, st.sampled_from(LIKELY)), min_size=4, max_size=8),
     "ignore_eos": st.booleans(),
     "logprobs": st.integers(0, 2),
     "repetition_penalty": st.sampled_from([1.0, 0.7, 1.4]),
@@ -64,6 +66,7 @@ OPTIONS = {
 def requests(draw):
     """One prompt and its options; most options are left at their defaults in most cases."""
     used = draw(st.sets(st.sampled_from(sorted(OPTIONS)), min_size=2, max_size=7)) | {"temperature", "seed"}
+    used |= draw(st.sampled_from([set(), {"stop"}, {"stop_token_ids"}]))
     options = {name: draw(OPTIONS[name]) for name in sorted(used)}
     mask = options.pop("mask", None)
     if mask is not None:
