@@ -204,7 +204,8 @@ def test_coupled_text_is_that_of_plain_decoding_under_every_option(drafter):
                 assert 0.2 < rate < 1
 
 
-@pytest.mark.parametrize("drafter", ["script", *(pytest.param(d, marks=HEAVY) for d in DRAFTERS[4:])])
+@HEAVY
+@pytest.mark.parametrize("drafter", ["script", *DRAFTERS[4:]])
 def test_standard_is_greedy_at_temperature_zero_under_every_option(drafter):
     for name in OPTIONS:
         config, pair = drafters(drafter, texts(name, 0))
