@@ -46,10 +46,12 @@ EVERYTHING = {
 def test_options_slots_sessions_and_streams_are_exact_too():
     """Three prompts in two slots with every kind of option, a stream and a second turn: always plain decoding."""
     target = spec_jax.load_model("smollm2-135m-instruct")
+    # All layers draft: every draft is right, options and all, and runs end anywhere in the text.
+    config = {"method": "layer_skip", "exit_layer": target.config.num_layers, "num_speculative_tokens": 3}
     prompts = [PROMPT[0], [{"role": "user", "content": "Count from one to nine in words."}], PROMPT[0]]
     params = [{**EVERYTHING, "max_tokens": 24, "temperature": t, "seed": 5, "top_p": 0.9} for t in (0.0, 0.7, 1.2)]
     plain = spec_jax.generate(target, prompts, None, params, max_batch_size=2)
-    drafted = spec_jax.generate(target, prompts, {"method": "ngram"}, params, max_batch_size=2)
+    drafted = spec_jax.generate(target, prompts, config, params, max_batch_size=2)
     assert plain.exactness == drafted.exactness == "E2" and drafted.stats.num_accepted_tokens > 0
 
     def seen(result):
@@ -57,11 +59,11 @@ def test_options_slots_sessions_and_streams_are_exact_too():
 
     assert seen(plain) == seen(drafted)
     assert drafted.sequences[2].stats.num_cached_tokens > 0  # the prompt of the first
-    flow = spec_jax.stream(target, prompts[0], {"method": "ngram"}, params[0])
+    flow = spec_jax.stream(target, prompts[0], config, params[0])
     assert "".join(flow) == plain.sequences[0].text
     assert seen(flow.result) == seen(plain)[:1]
     more = [{"role": "user", "content": "Now backwards."}]
     again = flow.result.session.generate(more, params[1])
     talk = [*prompts[0], {"role": "assistant", "content": plain.sequences[0].text}, *more]
-    assert seen(again) == seen(spec_jax.generate(target, [talk], {"method": "ngram"}, params[1]))
+    assert seen(again) == seen(spec_jax.generate(target, [talk], config, params[1]))
     assert again.stats.num_cached_tokens > 0
