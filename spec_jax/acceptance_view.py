@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from spec_jax.text import INCOMPLETE
+
 DRAFTED_STYLE = "green"
 TARGET_STYLE = "bold yellow"
 
@@ -14,7 +16,7 @@ def token_pieces(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
     pieces, shown = [], ""
     for count in range(1, len(token_ids) + 1):
         text = tokenizer.decode(list(token_ids[:count]))
-        unfinished = text.endswith("\ufffd") and count < len(token_ids)
+        unfinished = text.endswith(INCOMPLETE) and count < len(token_ids)
         if unfinished or not text.startswith(shown):
             pieces.append("")  # decoders may revise the end of a text; the next stable prefix catches up
             continue

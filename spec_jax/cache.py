@@ -42,6 +42,11 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+def power_of_two(value: int) -> int:
+    """The smallest power of two that is at least `value`; 0 for 0."""
+    return 0 if value == 0 else 1 << (value - 1).bit_length()
+
+
 def init_cache(num_layers: int, batch: int, kv_heads: int, capacity: int, head_dim: int, dtype) -> KVCache:
     """An empty cache. `capacity` is rounded up to a whole number of KV blocks.
 

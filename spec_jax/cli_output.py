@@ -7,11 +7,12 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from spec_jax.text import INCOMPLETE
+
 PIPE_WIDTH = 160
 """Columns of a table that goes into a file or pipe, where the terminal cannot be asked."""
 TOKEN_WIDTH = 16
 """Columns of a token in front of its log-probability; a longer one shifts its own line only."""
-UNFINISHED = "\ufffd"
 
 
 def print_json(report: dict[str, Any]) -> None:
@@ -81,7 +82,7 @@ def _token_text(tokenizer: Any, before: int | None, token: int) -> str:
     head = "" if before is None else decode(before)
     both = decode(token) if before is None else decode(before, token)
     # Behind half a character it may complete that, and is shown for itself.
-    return decode(token) if head.endswith(UNFINISHED) or not both.startswith(head) else both[len(head) :]
+    return decode(token) if head.endswith(INCOMPLETE) or not both.startswith(head) else both[len(head) :]
 
 
 def _logprob_lines(tokenizer: Any, sequence: Any) -> Iterator[str]:

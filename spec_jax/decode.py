@@ -178,9 +178,9 @@ class Decoder:
 
         # 3) Verify, every row behind its own history.
         used = nodes + 1
-        first = state.length == state.prompt_length
         ahead = mask[..., :used, :used]
-        history = read_flight(processors, committed, flight[:, :used], ahead, row_parents, state.grammar_states, first)
+        states = state.grammar_states
+        history = read_flight(processors, committed, flight[:, :used], ahead, row_parents, states, state.first)
         verdict = verify(
             self.rule,
             logits,
@@ -218,7 +218,6 @@ class Decoder:
             logprobs = read_logprobs(logits, verdict.path, verdict.tokens, kept, top, self.vocab_size)
         was_draft = column < verdict.num_accepted[:, None]
         trace = record(state.trace, at, was_draft, draft.count, verdict.gaps, logprobs)
-        states = state.grammar_states
         if states:
             newest = verdict.path[index, jnp.maximum(emitted - 1, 0)]
             states = jax.tree.map(lambda x: x[index, newest], history.after)
@@ -266,7 +265,7 @@ class Decoder:
             rule=self.rule,
             committed=committed,
             grammar_states=state.grammar_states,
-            first=state.length == state.prompt_length,
+            first=state.first,
         )
         draft, drafter_state = self.drafter.propose(drafter_params, state.drafter, view)
         for name, shape in (("tokens", (*last.shape, self.drafter.num_nodes)), ("count", last.shape)):

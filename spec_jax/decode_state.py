@@ -88,6 +88,11 @@ class DecodeState:
     def live(self) -> jax.Array:
         return self.finish == RUNNING
 
+    @property
+    def first(self) -> jax.Array:
+        """Whether no new token has been committed yet."""
+        return self.length == self.prompt_length
+
 
 @flax.struct.dataclass
 class Prefilled:
@@ -118,6 +123,11 @@ class Rows:
     sampling: SamplingState
     grammar_states: tuple[Any, ...] = ()
 
+    @property
+    def finish(self) -> jax.Array:
+        """Whether the rows are finished from the start."""
+        return jnp.where(self.prompt_length >= self.limit, self.cap_reason, RUNNING)
+
 
 def new_trace(batch: int, capacity: int, logprobs: int | None) -> Trace:
     """A trace without tokens; `logprobs` is how many likely ids to record, None for no log-probabilities at all."""
@@ -139,7 +149,7 @@ def start_state(
         prompt_length=rows.prompt_length,
         limit=rows.limit,
         cap_reason=rows.cap_reason,
-        finish=jnp.where(rows.prompt_length >= rows.limit, rows.cap_reason, RUNNING),
+        finish=rows.finish,
         steps=jnp.int32(0),
         trace=new_trace(*tokens.shape, logprobs),
         cache=cache,
@@ -178,7 +188,6 @@ def fill_slots(
     def choose(new, old):
         return jnp.where(filled.reshape(-1, *[1] * (new.ndim - 1)), new, old)
 
-    sampling = jax.tree.map(choose, rows.sampling, state.sampling)
     length = choose(rows.prompt_length, state.length)
     return state.replace(
         tokens=choose(jnp.broadcast_to(tokens, state.tokens.shape), state.tokens),
@@ -186,14 +195,14 @@ def fill_slots(
         prompt_length=choose(rows.prompt_length, state.prompt_length),
         limit=choose(rows.limit, state.limit),
         cap_reason=choose(rows.cap_reason, state.cap_reason),
-        finish=choose(jnp.where(rows.prompt_length >= rows.limit, rows.cap_reason, RUNNING), state.finish),
+        finish=choose(rows.finish, state.finish),
         cache=kv.KVCache(
             k=tuple(map(put, state.cache.k, prefilled.cache.k)),
             v=tuple(map(put, state.cache.v, prefilled.cache.v)),
             length=length - 1,
         ),
         drafter=fill_drafter(state.drafter, prefilled.drafter, put),
-        sampling=sampling,
+        sampling=jax.tree.map(choose, rows.sampling, state.sampling),
         grammar_states=jax.tree.map(choose, rows.grammar_states, state.grammar_states),
     )
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from spec_jax import cache as kv
 from spec_jax.config import RULES, SpeculativeConfig, choose_width, parse_speculative_config
 from spec_jax.decode import Decoder
-from spec_jax.drafting.base import NoDrafter
+from spec_jax.drafting.base import Drafter, NoDrafter
 from spec_jax.drafting.registry import build_drafter
 from spec_jax.exactness import level_of, row_blocks
 from spec_jax.metrics import Completion, GenerateResult, Stats, total
@@ -211,8 +211,8 @@ def check_config(value: Any, drafter: Any) -> SpeculativeConfig:
         raise ValueError(f"drafter must be a pair (drafter, its parameters), not {drafter!r}")
     if isinstance(drafter[0], type):
         raise ValueError(f"drafter must hold an instance, not the class {drafter[0].__name__}; call it")
-    missing = [name for name in ("init", "commit", "for_prefill", "fill", "take", "grow", "num_nodes", "parents",
-                                 "dynamic_tree", "needs") if not hasattr(drafter[0], name)]  # fmt: skip
+    protocol = (*Drafter.__annotations__, *(name for name in vars(Drafter) if not name.startswith("_")))
+    missing = [name for name in protocol if not hasattr(drafter[0], name)]
     if missing:
         raise ValueError(f"drafter {type(drafter[0]).__name__} lacks {', '.join(missing)}; derive it from "
                          "spec_jax.drafting.base.BaseDrafter, which has defaults")  # fmt: skip
@@ -271,4 +271,4 @@ def capacity_for(longest: int, width: int) -> int:
     block beyond the longest row.
     """
     blocks = max(-(-(longest + width) // kv.BLOCK), MIN_BLOCKS)
-    return kv.BLOCK * (1 << (blocks - 1).bit_length())
+    return kv.BLOCK * kv.power_of_two(blocks)

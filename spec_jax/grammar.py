@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spec_jax.byte_automaton import byte_automaton, follow_words
+from spec_jax.cache import power_of_two
 from spec_jax.json_schema import schema_pattern
 from spec_jax.token_bytes import token_bytes
 
@@ -147,16 +148,16 @@ def _token_automaton(table: np.ndarray, final: np.ndarray, target: Model, name: 
         raise ValueError(f"{name}: no sequence of tokens of the model {target.name!r} matches it")
     number = np.full(count + 1, -1)  # the last entry is for "not allowed", -1
     number[:-1][kept] = np.arange(kept.sum())
-    states = _power_of_two(kept.sum())
+    states = _side(kept.sum())
     number[dead] = states - 1
     classes, class_of = np.unique(number[rows[:dead][kept[:dead]]], axis=1, return_inverse=True)
-    next_state = np.full((states, _power_of_two(classes.shape[1])), -1, np.int32)
+    next_state = np.full((states, _side(classes.shape[1])), -1, np.int32)
     next_state[: classes.shape[0], : classes.shape[1]] = classes
     return TokenAutomaton(jnp.asarray(next_state), jnp.asarray(class_of.ravel()[column_of].astype(np.int32)))
 
 
-def _power_of_two(count: int) -> int:
-    return max(_MIN_SIDE, 1 << (int(count) - 1).bit_length())
+def _side(count: int) -> int:
+    return max(_MIN_SIDE, power_of_two(int(count)))
 
 
 def _reached(source: np.ndarray, to: np.ndarray, start: int, count: int) -> np.ndarray:

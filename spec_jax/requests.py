@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spec_jax.cache import power_of_two
 from spec_jax.processors import NOTHING, Penalties, Processors
 from spec_jax.sampling import SamplingState
 from spec_jax.sampling_params import SamplingParams
@@ -65,12 +66,16 @@ def encode_prompts(target: Any, prompts: Any) -> list[list[int]]:
     return ids
 
 
+def is_conversation(prompt: Any) -> bool:
+    """Whether a prompt is a list of messages."""
+    return isinstance(prompt, (list, tuple)) and bool(prompt) and all(isinstance(m, Mapping) for m in prompt)
+
+
 def _encode_prompt(target: Any, index: int, prompt: Any) -> list[int]:
     if isinstance(prompt, np.ndarray) and prompt.ndim == 1 and np.issubdtype(prompt.dtype, np.integer):
         prompt = prompt.tolist()
     is_text = isinstance(prompt, str)
-    is_chat = isinstance(prompt, (list, tuple)) and bool(prompt) and all(isinstance(m, Mapping) for m in prompt)
-    if is_text or is_chat:
+    if is_text or is_conversation(prompt):
         if target.tokenizer is None:
             raise ValueError(f"prompt {index} is text, but {target.name} has no tokenizer; give token ids")
         try:
@@ -88,10 +93,7 @@ def messages_of(prompts: Any) -> list[tuple | None]:
     """The conversations among the prompts, None for every other prompt."""
     if isinstance(prompts, str):
         return [None]
-    return [
-        tuple(map(dict, p)) if isinstance(p, (list, tuple)) and p and all(isinstance(m, Mapping) for m in p) else None
-        for p in prompts
-    ]
+    return [tuple(map(dict, p)) if is_conversation(p) else None for p in prompts]
 
 
 def per_prompt(sampling: Any, count: int) -> list[SamplingParams]:
@@ -176,27 +178,31 @@ def _spellings(tokenizer: Any, word: str) -> list[tuple[int, ...]]:
     return found
 
 
-def grammar_of(p: SamplingParams) -> tuple[Any, Any]:
-    """A grammar as a pytree that can be called, and its first state as arrays.
+def _grammar(fn: Any) -> Any:
+    """A grammar as a pytree that can be called.
 
     Functions are told apart by identity, as jax.jit does; other objects must be pytrees, whose arrays are arguments.
     What else an object holds would be frozen into the program, and a later change of it ignored.
     """
-    fn = p.mask_fn
     if jax.tree.structure(fn) == jax.tree.structure(0):
         if not inspect.isfunction(inspect.unwrap(fn)):
             raise ValueError(f"mask_fn={fn!r} must be a function or a registered pytree that can be called (such as a "
                              "flax.struct.dataclass); bound methods and other objects may change unseen")  # fmt: skip
         fn = jax.tree_util.Partial(fn)
+    return fn
+
+
+def _first_state(p: SamplingParams) -> Any:
+    """The grammar's first state as arrays."""
     state = 0 if p.mask_state is None else p.mask_state
     try:
-        return fn, jax.tree.map(jnp.asarray, state)
+        return jax.tree.map(jnp.asarray, state)
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"mask_state={p.mask_state!r} must be a pytree of arrays: {error}") from None
 
 
 def _check_grammar(p: SamplingParams, vocab_size: int) -> None:
-    fn, state = grammar_of(p)
+    fn, state = _grammar(p.mask_fn), _first_state(p)
     try:
         result = jax.eval_shape(fn, state, jax.ShapeDtypeStruct((), jnp.int32))
     except Exception as error:  # whatever the caller's function raises
@@ -261,13 +267,13 @@ def layout_of(requests: Sequence[Request], vocab_size: int) -> Layout:
     grammars: list[tuple[Any, Any]] = []
     for p in params:
         if p.mask_fn is not None and _grammar_index(grammars, p) is None:
-            grammars.append((p.mask_fn, grammar_of(p)[1]))
+            grammars.append((p.mask_fn, _first_state(p)))
     asked = [p.logprobs for p in params if p.logprobs is not None]
-    logprobs = min(_power_of_two(max(asked)), vocab_size) if asked and max(asked) else 0 if asked else None
+    logprobs = min(power_of_two(max(asked)), vocab_size) if asked and max(asked) else 0 if asked else None
     return Layout(
-        stops=max(8, _power_of_two(max((len(r.stop_ids) for r in requests), default=1))),
-        words=_power_of_two(words),
-        longest=_power_of_two(longest),
+        stops=max(8, power_of_two(max((len(r.stop_ids) for r in requests), default=1))),
+        words=power_of_two(words),
+        longest=power_of_two(longest),
         bias=any(p.logit_bias or p.allowed_token_ids for p in params),
         minimum=any(p.min_tokens for p in params),
         penalties=any(
@@ -278,13 +284,9 @@ def layout_of(requests: Sequence[Request], vocab_size: int) -> Layout:
     )
 
 
-def _power_of_two(value: int) -> int:
-    return 0 if value == 0 else 1 << (value - 1).bit_length()
-
-
 def _grammar_index(grammars: Sequence[tuple[Any, Any]], p: SamplingParams) -> int | None:
     """Which entry holds this request's grammar: the same object and a first state of the same shapes."""
-    _, state = grammar_of(p)
+    state = _first_state(p)
 
     def kind(tree):
         leaves, structure = jax.tree.flatten(tree)
@@ -351,11 +353,11 @@ def row_arrays(
         places = {row: _grammar_index(layout.grammars, r.params) for row, r in rows.items() if r.params.mask_fn}
         grammar = jnp.asarray([places.get(i, -1) for i in range(batch)], jnp.int32)
         for number, (_, first) in enumerate(layout.grammars):
-            own = [grammar_of(rows[i].params)[1] if places.get(i) == number else first for i in range(batch)]
+            own = [_first_state(rows[i].params) if places.get(i) == number else first for i in range(batch)]
             states.append(jax.tree.map(lambda *xs: jnp.stack(xs), *own))
     processors = None
     if layout.penalties or layout.bias or layout.words or layout.minimum or layout.grammars:
-        fns = () if shared else tuple(grammar_of(SamplingParams(mask_fn=fn))[0] for fn, _ in layout.grammars)
+        fns = () if shared else tuple(_grammar(fn) for fn, _ in layout.grammars)
         processors = Processors(bias, minimum, bad_words, penalties, fns, grammar)
     sampling = SamplingState(
         temperature=column(lambda r: r.params.temperature, 0.0, np.float32),

@@ -105,6 +105,12 @@ def process(logits: jax.Array, temperature, top_k, top_p, min_p) -> jax.Array:
     return lax.cond(top_p < 1.0, keep_top_p, lambda x: x, scaled)
 
 
+def processed(logits: jax.Array, sampling: SamplingState, row: jax.Array) -> jax.Array:
+    """`process` with the parameters of one row of the batch."""
+    s = sampling
+    return process(logits, s.temperature[row], s.top_k[row], s.top_p[row], s.min_p[row])
+
+
 def mask_padding(logits: jax.Array, vocab_size: int) -> jax.Array:
     """-inf at the ids beyond the vocabulary, which only pad the embedding. logits [..., vocab]."""
     if logits.shape[-1] <= vocab_size:
@@ -175,7 +181,7 @@ def choose_tokens(
             return flag_broken(broken, *best_token(logits))
 
         def sample():
-            scores = process(logits, s.temperature[row], s.top_k[row], s.top_p[row], s.min_p[row])
+            scores = processed(logits, s, row)
             token, gap = best_token(scores + gumbel(s.key[row], position, purpose, vocab))
             return token, gap * s.temperature[row]
 
@@ -202,7 +208,7 @@ def probabilities(
         logits = adjusted(logits, s, history, row, 0, position, vocab_size)
 
         def soft():
-            scores = process(logits, s.temperature[row], s.top_k[row], s.top_p[row], s.min_p[row])
+            scores = processed(logits, s, row)
             return jnp.where(scores.max() == -jnp.inf, 0.0, jax.nn.softmax(scores))
 
         def hard():

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from spec_jax.checks import is_int, is_number, nearest, plain
+from spec_jax.text import INCOMPLETE
 
 MAX_SEED = 2**64 - 1
 MAX_TEMPERATURE = 1e30
@@ -131,7 +132,7 @@ class SamplingParams:
         allowed = f"an integer of at least 0 and at most max_tokens={self.max_tokens}"
         check(is_int(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens, "min_tokens", allowed)
         allowed = "a string or a list of strings of valid Unicode, none empty or with U+FFFD, which stands for no text"
-        check(words(self.stop) and not any("\ufffd" in s for s in self.stop), "stop", allowed)
+        check(words(self.stop) and not any(INCOMPLETE in s for s in self.stop), "stop", allowed)
         check(ids(self.stop_token_ids), "stop_token_ids", "a list of token ids (integers of at least 0)")
         check(isinstance(self.ignore_eos, bool), "ignore_eos", "True or False")
         top = self.logprobs

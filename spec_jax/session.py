@@ -17,7 +17,7 @@ from jax import lax
 from spec_jax import cache as kv
 from spec_jax.decode_state import DecodeState, Prefilled
 from spec_jax.metrics import Completion, GenerateResult
-from spec_jax.requests import Request, encode_prompts, make_requests, per_prompt
+from spec_jax.requests import Request, encode_prompts, is_conversation, make_requests, per_prompt
 
 if TYPE_CHECKING:
     from spec_jax.generation import Call
@@ -112,7 +112,7 @@ class Session:
         whole, talks = [], []
         for number, more in enumerate(prompts):
             talk = self._messages[number]
-            if isinstance(more, (list, tuple)) and more and all(isinstance(m, Mapping) for m in more):
+            if is_conversation(more):
                 if talk is None:
                     raise ValueError(f"sequence {number} began as text or token ids and cannot go on with messages; "
                                      "give text or token ids")  # fmt: skip

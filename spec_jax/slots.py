@@ -45,7 +45,6 @@ class Slots:
     Attributes:
       state: the decode state; its rows of ended requests keep their caches until a request takes the slot.
       slot_of: the last slot of every request, by its index.
-      refilled: whether any slot has been used twice.
       seconds: wall clock spent in compilation, prefill and decoding.
       forward_rows: rows of target forward passes so far, idle slots and padding included.
     """
@@ -64,10 +63,8 @@ class Slots:
         self.target, self.decoder, self.layout, self.capacity, self.batch = target, decoder, layout, capacity, batch
         self.drafter_params = drafter_params
         self.slot_of: dict[int, int] = {}
-        self.refilled = False
         self.seconds = np.zeros(3)
         self._prefill_rows = 0
-        self._used: set[int] = set()
         self._waiting = collections.deque(requests)
         self._held: list[Request | None] = [None] * batch
         self._texts: dict[int, RowText] = {}
@@ -94,6 +91,11 @@ class Slots:
     def busy(self) -> bool:
         """Whether any request is still to be served."""
         return bool(self._waiting) or any(r is not None for r in self._held)
+
+    @property
+    def refilled(self) -> bool:
+        """Whether any slot has been used twice."""
+        return len(set(self.slot_of.values())) < len(self.slot_of)
 
     @property
     def forward_rows(self) -> int:
@@ -123,8 +125,6 @@ class Slots:
         for slot, request in rows.items():
             # A budget may be larger than an int32, the model's context is not.
             wanted[slot] = min(len(prompt) + request.params.max_tokens, MAX_INT)
-            self.refilled |= slot in self._used
-            self._used.add(slot)
             self.slot_of[request.index], self._held[slot] = slot, request
             self._texts[slot] = RowText(self.target.tokenizer, request.params.stop, request.params.min_tokens)
             self._length[slot], self._finish[slot] = len(prompt), RUNNING

@@ -143,16 +143,13 @@ def _standard(logits, draft, valid, length, sampling, vocab_size, history) -> Ve
     vocab = logits.shape[-1]
     s = sampling
 
-    def processed(row, logits):
-        return sampling_lib.process(logits, s.temperature[row], s.top_k[row], s.top_p[row], s.min_p[row])
-
     def accept(row, column, logits, token, draft_prob, position):
         """Whether one draft token passes its own test. Greedy rows accept the argmax only, broken ones nothing."""
         broken = sampling_lib.is_broken(logits, vocab_size)
         logits = sampling_lib.adjusted(logits, s, history, row, column, position, vocab_size)
 
         def sampled():
-            scores = processed(row, logits)
+            scores = sampling_lib.processed(logits, s, row)
             p = jnp.exp(scores[token] - jax.nn.logsumexp(scores))  # NaN, and so refused, where no token is left
             u = jax.random.uniform(sampling_lib.noise_key(s.key[row], position, sampling_lib.ACCEPT))
             return u < acceptance_probability(p, draft_prob), jnp.float32(jnp.inf)
@@ -190,7 +187,7 @@ def _standard(logits, draft, valid, length, sampling, vocab_size, history) -> Ve
         logits = sampling_lib.adjusted(logits, s, history, row, column, position, vocab_size)
 
         def sampled():
-            scores = processed(row, logits)
+            scores = sampling_lib.processed(logits, s, row)
             none_left = scores.max() == -jnp.inf
             scores = jnp.where(refused & ~none_left, jnp.log(residual(jax.nn.softmax(scores), q)), scores)
             noise = sampling_lib.gumbel(s.key[row], position, sampling_lib.TARGET, vocab)
