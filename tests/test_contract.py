@@ -13,7 +13,6 @@ import pytest
 import reference
 import tiny
 
-from spec_jax.drafting.base import BaseDrafter, Draft
 from spec_jax.generation import generate
 from spec_jax.sampling_params import SamplingParams
 
@@ -112,29 +111,11 @@ def texts(name, temperature):
     return [p + s.token_ids for p, s in zip(prompts(), plain(name, temperature), strict=True)] + [[1]]
 
 
-TREE = (-1, -1, 0, 1, 1, 3)
-
-
-@dataclasses.dataclass(frozen=True)
-class TreeDrafter(BaseDrafter):
-    """The right continuation on the branch 1, 3, 5 of an uneven tree, other tokens on the other nodes."""
-
-    num_nodes: int = len(TREE)
-    parents: tuple = TREE
-
-    def propose(self, params, state, view):
-        at = jnp.minimum(view.length[:, None] + jnp.arange(3), params["text"].shape[1] - 1)
-        right = jnp.take_along_axis(params["text"], at, axis=1)
-        other = (right + 1) % 97
-        nodes = [other[:, 0], right[:, 0], other[:, 1], right[:, 1], other[:, 0], right[:, 2]]
-        return Draft(jnp.stack(nodes, axis=1), jnp.full(view.length.shape, self.num_nodes, jnp.int32)), state
-
-
 def drafters(name, text):
     """(config, drafter) of one entry."""
     wrong = [n + offset for n in LENGTHS for offset in (2, 3, 9, 17)]
     if name == "tree":
-        return None, (TreeDrafter(), tiny.script(text, K)[1])
+        return None, (tiny.TreeDrafter(), tiny.script(text, K)[1])
     if name in ("oracle", "script", "anti"):
         return None, tiny.script(text, K, {"oracle": (), "script": wrong, "anti": "all"}[name])
     return {

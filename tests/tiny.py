@@ -157,6 +157,23 @@ def script(texts: list[list[int]], k: int, wrong=(), vocab: int = 97, counts=Non
     return ScriptDrafter(k), {"text": jnp.asarray(text), "count": jnp.asarray(count)}
 
 
+@dataclasses.dataclass(frozen=True)
+class TreeDrafter(BaseDrafter):
+    """An uneven tree: a script's continuation on the branch 1, 3, 5, other tokens on the other nodes."""
+
+    num_nodes: int = 6
+    parents: tuple[int, ...] | None = (-1, -1, 0, 1, 1, 3)
+    dynamic_tree: bool = False
+
+    def propose(self, params, state, view):
+        at = jnp.minimum(view.length[:, None] + jnp.arange(3), params["text"].shape[1] - 1)
+        right = jnp.take_along_axis(params["text"], at, axis=1)
+        wrong = (right + 1) % 97
+        nodes = [wrong[:, 0], right[:, 0], wrong[:, 1], right[:, 1], wrong[:, 0], right[:, 2]]
+        draft = Draft(jnp.stack(nodes, axis=1), jnp.full(view.length.shape, self.num_nodes, jnp.int32))
+        return (draft if self.parents else draft.replace(parents=jnp.array(TreeDrafter.parents))), state
+
+
 def plain(model, prompts, sampling=None, **options):
     """Token ids of plain decoding."""
     return [s.token_ids for s in generate(model, prompts, None, sampling, **options).sequences]

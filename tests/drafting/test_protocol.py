@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy import stats
-from tiny import markov, numpy_logits, plain, prompts_of, random_table, script, tiny
+from tiny import TreeDrafter, markov, numpy_logits, plain, prompts_of, random_table, script, tiny
 
 from spec_jax.decode import Decoder
 from spec_jax.drafting.base import BaseDrafter, Draft, Drafter, DraftProbs, Needs, NoDrafter
@@ -237,7 +237,7 @@ def test_a_tree_of_drafts_moves_the_accepted_path_and_equals_plain_decoding():
     want = plain(model, prompts, SamplingParams(max_tokens=20))
     text = script([p + w for p, w in zip(prompts, want, strict=True)], 3)[1]["text"]
     for dynamic in (False, True):
-        drafter = TreeDrafter(parents=None if dynamic else TREE, dynamic_tree=dynamic)
+        drafter = TreeDrafter(parents=None if dynamic else TreeDrafter.parents, dynamic_tree=dynamic)
         result = generate(model, prompts, None, SamplingParams(max_tokens=20), drafter=(drafter, {"text": text}))
         assert [s.token_ids for s in result.sequences] == want
         assert result.exactness == "E0"
@@ -253,26 +253,6 @@ def test_a_tree_of_drafts_moves_the_accepted_path_and_equals_plain_decoding():
                 np.testing.assert_allclose(
                     np.asarray(ours[row, :, :length]), np.asarray(theirs[row, :, :length]), atol=1e-5
                 )
-
-
-TREE = (-1, -1, 0, 1, 1, 3)
-
-
-@dataclasses.dataclass(frozen=True)
-class TreeDrafter(BaseDrafter):
-    """A tree whose nodes 1, 3 and 5 hold the right tokens and the others wrong ones."""
-
-    num_nodes: int = 6
-    parents: tuple | None = TREE
-    dynamic_tree: bool = False
-
-    def propose(self, params, state, view):
-        batch = view.length.shape[0]
-        right = params["text"][jnp.arange(batch)[:, None], view.length[:, None] + jnp.arange(3)]
-        wrong = (right + 1) % 97
-        nodes = [wrong[:, 0], right[:, 0], wrong[:, 1], right[:, 1], wrong[:, 0], right[:, 2]]
-        draft = Draft(jnp.stack(nodes, axis=1), jnp.full(batch, 6, jnp.int32))
-        return (draft if self.parents else draft.replace(parents=jnp.array(TREE))), state
 
 
 def test_a_drafter_whose_shape_does_not_fit_is_refused():
