@@ -116,7 +116,7 @@ class Decoder:
         """
         drafter = self.drafter.for_prefill()
         # Below E2 a block is one flight of the whole batch; prefill feeds one prompt and need not agree with it.
-        rows = self.rows if self.rows.tile is not None else RowBlocks()
+        rows = self.rows if self.rows.any_width else RowBlocks()
         width = max(128, drafter.num_nodes + 1)
         return dataclasses.replace(self, drafter=drafter, width=width, rule="coupled", rows=rows)
 
@@ -172,6 +172,7 @@ class Decoder:
             ancestors=ancestors,
             rows=self.rows,
             write=state.live,
+            active=self._active(draft, state.live),
             capture=self.drafter.needs.features,
         )
         logits, features, cache = lax.optimization_barrier((out.logits, out.features, out.cache))
@@ -284,6 +285,14 @@ class Decoder:
             # In a tree the room bounds the depth, not the number of nodes; a run is cut when it is committed.
             count = jnp.where(state.live & (room > 1), jnp.clip(draft.count, 0, real), 0)
         return draft.replace(count=count), drafter_state
+
+    def _active(self, draft: Draft, live: jax.Array) -> jax.Array:
+        """Rows of the flight whose logits are wanted, bool [batch, width]: the last token, real drafts, auxiliaries."""
+        node = jnp.arange(self.width) - 1
+        wanted = node < draft.count[:, None]  # the last token stands in front of node 0
+        if draft.auxiliary is not None:
+            wanted = wanted | jnp.pad(draft.auxiliary, (1, self.width - 1 - self.drafter.num_nodes))
+        return wanted & live[:, None]
 
     def _acceptable(self, draft: Draft):
         """How many nodes of a draft may be accepted at all: the auxiliary ones stand behind them."""

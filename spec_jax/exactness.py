@@ -39,6 +39,8 @@ def row_blocks(exact: bool | None, batch: int, width: int, module: Any = None) -
     """
     if exact is not None and not isinstance(exact, bool):
         raise ValueError(f"exact={exact!r} must be True, False or None")
+    if module is not None and module.packed:
+        return RowBlocks(independent=True)
     if exact is False:
         return RowBlocks()
     cpu = jax.default_backend() == "cpu"
@@ -50,7 +52,9 @@ def row_blocks(exact: bool | None, batch: int, width: int, module: Any = None) -
 
 
 def for_model(rows: RowBlocks, module: Any) -> RowBlocks:
-    """The same row blocks for another model, whose products have other shapes."""
+    """The same row blocks for another model, whose products have other shapes and whose weights may lie otherwise."""
+    if module.packed or rows.independent:
+        return row_blocks(True, 1, 1, module)
     if not rows.products or jax.default_backend() != "cpu":
         return rows
     return dataclasses.replace(rows, products=measured_products(module))
@@ -87,9 +91,9 @@ def agreeing_counts(kind: str, inputs: int, outputs: int, dtype: str) -> tuple[i
 
 def level_of(rows: RowBlocks, exact: bool | None, tree: bool) -> str:
     """The level that a run with these row blocks is under: trees and `exact=False` promise E0 only."""
-    if exact is False or tree:
+    if tree or (exact is False and not rows.independent):
         return "E0"
-    return "E2" if rows.tile is not None else "E1"
+    return "E2" if rows.any_width else "E1"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -381,7 +381,7 @@ def test_default_model_end_to_end(tmp_path, monkeypatch):
     monkeypatch.setenv("SPEC_JAX_CACHE", str(tmp_path))
     from spec_jax import load_model
 
-    model = load_model("smollm2-135m-instruct", max_model_len=512)
+    model = load_model("smollm2-135m-instruct", max_model_len=512, cpu_kernels=False)
     config = model.config
     assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (30, 9, 3, 64)
     assert (model.vocab_size, model.max_model_len, model.eos_token_ids) == (49152, 512, (0, 2))

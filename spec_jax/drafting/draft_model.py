@@ -62,7 +62,7 @@ class DraftModelDrafter(BaseDrafter):
         return DraftModelState(cache, jnp.zeros(batch, jnp.int32))
 
     def for_prefill(self):
-        rows = self.rows if self.rows.tile is not None else RowBlocks()  # as `Decoder.for_prefill` does
+        rows = self.rows if self.rows.any_width else RowBlocks()  # as `Decoder.for_prefill` does
         return dataclasses.replace(self, num_nodes=1, sample=False, rows=rows)
 
     def grow(self, state, capacity):

@@ -161,3 +161,15 @@ def tensor_specs(config: LlamaConfig) -> dict[str, TensorSpec]:
             specs[f"{name}self_attn.q_norm.weight"] = TensorSpec((layer, "q_norm"), (h,))
             specs[f"{name}self_attn.k_norm.weight"] = TensorSpec((layer, "k_norm"), (h,))
     return specs
+
+
+def param_shapes(config: LlamaConfig) -> dict[str, Any]:
+    """The shapes of the parameter tree in the plain layout, a nested dict of tuples."""
+    tree: dict[str, Any] = {}
+    for spec in tensor_specs(config).values():
+        *parents, leaf = spec.path
+        branch = tree
+        for parent in parents:
+            branch = branch.setdefault(parent, {})
+        branch[leaf] = spec.shape[::-1] if spec.transpose else spec.shape
+    return tree

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from spec_jax.cache import round_up
+from spec_jax.kernels import cpu
+from spec_jax.models.packing import JOINED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,15 +31,23 @@ class RowBlocks:
         runs at whole blocks. None: products run at as many rows as there are (E1).
       tile: query rows of one attention product, always padded to a whole tile. None: as many as there are, so that
         bits depend on the batch and the width (E1).
+      independent: the model's weights are packed for the CPU kernels, whose rows do not depend on each other at all;
+        nothing is padded then.
     """
 
     block: int | None = None
     products: tuple[tuple[tuple[str, int, int], tuple[int, ...]], ...] | None = None
     tile: int | None = None
+    independent: bool = False
 
     @property
     def canonical(self) -> bool:
         return self.block is not None
+
+    @property
+    def any_width(self) -> bool:
+        """Whether bits depend on neither batch nor width (E2)."""
+        return self.independent or self.tile is not None
 
     def product_rows(self, kind: str, inputs: int, outputs: int, count: int) -> int:
         """The rows at which a product of `count` rows runs: the smallest count known to be safe."""
@@ -73,8 +83,13 @@ def _precision(x: jax.Array) -> lax.Precision | None:
     return lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
 
 
-def linear(x: jax.Array, weight: jax.Array, rows: RowBlocks, bias: jax.Array | None = None) -> jax.Array:
-    """x [rows, in] times weight [in, out] (plus bias), in x's dtype with float32 accumulation."""
+def linear(
+    x: jax.Array, weight: jax.Array, rows: RowBlocks, bias: jax.Array | None = None, active: jax.Array | None = None
+) -> jax.Array:
+    """x [rows, in] times weight [in, out] (plus bias), in x's dtype with float32 accumulation.
+
+    `active` bool [rows] is for models packed for the CPU kernels, here as below: other rows may become zeros.
+    """
 
     def product(x):
         y = jnp.einsum("ri,io->ro", x, weight, preferred_element_type=jnp.float32, precision=_precision(x))
@@ -83,8 +98,32 @@ def linear(x: jax.Array, weight: jax.Array, rows: RowBlocks, bias: jax.Array | N
     return by_rows(product, x, rows, at_least=rows.product_rows("linear", *weight.shape, x.shape[0]))
 
 
-def unembed(x: jax.Array, weight: jax.Array, rows: RowBlocks) -> jax.Array:
-    """x [rows, embed] times the transposed embedding [vocab, embed]: float32 logits [rows, vocab]."""
+def joined_linear(
+    x: jax.Array,
+    weights: dict[str, jax.Array],
+    names: tuple[str, ...],
+    sizes: tuple[int, ...],
+    rows: RowBlocks,
+    active: jax.Array | None = None,
+) -> tuple[jax.Array, ...]:
+    """`linear` of x with several weights and their biases; a packed model holds them joined into one."""
+    if not rows.independent:
+        return tuple(linear(x, weights[name], rows, weights.get(f"{name}_bias")) for name in names)
+    whole = next(whole for whole, parts in JOINED.items() if parts == names)
+    y = cpu.product(x, weights[whole], sum(sizes), active, weights.get(f"{whole}_bias"))
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes) - 1)]
+    return tuple(jnp.split(y, ends, axis=-1))
+
+
+def unembed(
+    x: jax.Array, weight: jax.Array, rows: RowBlocks, vocab_size: int | None = None, active: jax.Array | None = None
+) -> jax.Array:
+    """x [rows, embed] times the transposed embedding [vocab, embed]: float32 logits [rows, vocab].
+
+    A packed embedding holds whole panels, so `vocab_size` says how many of its rows count.
+    """
+    if rows.independent:
+        return cpu.product(x, weight, vocab_size, active, dtype=jnp.float32)
 
     def product(x):
         return jnp.einsum("re,ve->rv", x, weight, preferred_element_type=jnp.float32, precision=_precision(x))
@@ -92,8 +131,17 @@ def unembed(x: jax.Array, weight: jax.Array, rows: RowBlocks) -> jax.Array:
     return by_rows(product, x, rows, at_least=rows.product_rows("unembed", *weight.shape[::-1], x.shape[0]))
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float, rows: RowBlocks) -> jax.Array:
+def embed(tokens: jax.Array, weight: jax.Array, rows: RowBlocks) -> jax.Array:
+    """Rows of the embedding. Ids must lie in the vocabulary."""
+    return weight[tokens // cpu.PANEL, :, tokens % cpu.PANEL] if rows.independent else weight[tokens]
+
+
+def rms_norm(
+    x: jax.Array, weight: jax.Array, eps: float, rows: RowBlocks, active: jax.Array | None = None
+) -> jax.Array:
     """Root-mean-square norm over the last axis of x [rows, ..., embed], computed in float32."""
+    if rows.independent:
+        return cpu.rms_norm(x, weight, eps, active)
 
     def norm(x):
         wide = x.astype(jnp.float32)

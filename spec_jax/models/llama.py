@@ -16,9 +16,11 @@ import numpy as np
 from jax import lax
 
 from spec_jax import cache as kv
+from spec_jax.kernels import cpu
 from spec_jax.kernels.attention import attention
-from spec_jax.models.config import LlamaConfig, tensor_specs
-from spec_jax.models.layers import RowBlocks, linear, rms_norm, unembed
+from spec_jax.models.config import LlamaConfig, param_shapes
+from spec_jax.models.layers import RowBlocks, embed, joined_linear, rms_norm, unembed
+from spec_jax.models.packing import pack_params, packed_shapes
 from spec_jax.models.rope import rope_table, rotate
 
 FINAL_NORM = -1
@@ -34,12 +36,14 @@ class Flight:
       positions: int32 [batch, width], rotary positions (start + depth).
       ancestors: uint32 [batch or 1, width, words], the packed ancestor mask.
       write: bool [batch], False for finished rows, which no longer write to the cache.
+      active: bool [batch, width], rows whose results are wanted; a packed model leaves the others out.
     """
 
     start: jax.Array
     positions: jax.Array
     ancestors: jax.Array
     write: jax.Array
+    active: jax.Array
 
 
 @flax.struct.dataclass
@@ -57,22 +61,17 @@ class Llama(nn.Module):
     Attributes:
       config: sizes and switches.
       dtype: "float32" or "bfloat16", of weights, activations and cache; logits, norms and softmax are float32.
+      packed: the parameters are packed for the CPU kernels, which then run all products, norms and attention.
     """
 
     config: LlamaConfig
     dtype: str = "float32"
+    packed: bool = False
 
     def setup(self):
-        tree: dict = {}
-        for spec in tensor_specs(self.config).values():
-            shape = spec.shape[::-1] if spec.transpose else spec.shape
-            tree.setdefault(spec.path[0], {})
-            if len(spec.path) == 2:
-                tree[spec.path[0]][spec.path[1]] = shape
-            else:
-                tree[spec.path[0]] = shape
+        shapes = packed_shapes(self.config) if self.packed else param_shapes(self.config)
         self.weights = {
-            name: self.param(name, _initialise, entry, jnp.dtype(self.dtype)) for name, entry in tree.items()
+            name: self.param(name, _initialise, entry, jnp.dtype(self.dtype)) for name, entry in shapes.items()
         }
 
     def __call__(
@@ -84,6 +83,7 @@ class Llama(nn.Module):
         ancestors: jax.Array,
         rows: RowBlocks,
         write: jax.Array | None = None,
+        active: jax.Array | None = None,
         capture: tuple[int, ...] = (),
         with_logits: bool = True,
     ) -> ForwardOutput:
@@ -96,28 +96,31 @@ class Llama(nn.Module):
           ancestors: uint32 [batch or 1, width, words].
           rows: the canonical row blocks to run in.
           write: bool [batch], rows that may write to the cache; None: all.
+          active: bool [batch, width], rows whose results are wanted; None: all. The results of the others mean nothing:
+            a packed model does not compute them.
           capture: layers whose outputs are returned as features; `FINAL_NORM` for the final norm's output.
           with_logits: False leaves out the head, as prefill does.
         """
-        flight = self.flight(cache, tokens.shape[1], depth, ancestors, write)
+        flight = self.flight(cache, tokens.shape[1], depth, ancestors, write, active)
         x = self.embed(tokens)
         x, cache, features = self.layers(x, cache, flight, rows, capture=capture)
-        normed = self.final_norm(x, rows) if with_logits or FINAL_NORM in capture else None
+        normed = self.final_norm(x, rows, flight.active) if with_logits or FINAL_NORM in capture else None
         if FINAL_NORM in capture:
             features[FINAL_NORM] = normed
-        logits = self.head(normed, rows) if with_logits else None
+        logits = self.head(normed, rows, flight.active) if with_logits else None
         return ForwardOutput(logits, features, cache)
 
-    def flight(self, cache, width, depth, ancestors, write=None) -> Flight:
+    def flight(self, cache, width, depth, ancestors, write=None, active=None) -> Flight:
         """Describes `width` rows in flight behind the committed slots of `cache`."""
         batch = cache.length.shape[0]
         depth = jnp.broadcast_to(jnp.asarray(depth, jnp.int32), (batch, width))
         write = jnp.ones(batch, bool) if write is None else write
-        return Flight(cache.length, cache.length[:, None] + depth, jnp.asarray(ancestors), write)
+        active = jnp.ones((batch, width), bool) if active is None else active
+        return Flight(cache.length, cache.length[:, None] + depth, jnp.asarray(ancestors), write, active)
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """Token ids [batch, width] to embeddings [batch, width, embed]. Ids must lie in the vocabulary."""
-        return self.weights["embedding"][tokens]
+        return embed(tokens, self.weights["embedding"], self._rows(RowBlocks()))
 
     def layers(
         self,
@@ -144,49 +147,67 @@ class Llama(nn.Module):
                 features[index] = x
         return lax.optimization_barrier(x), cache.replace(k=tuple(k), v=tuple(v)), features
 
-    def final_norm(self, x: jax.Array, rows: RowBlocks) -> jax.Array:
+    def final_norm(self, x: jax.Array, rows: RowBlocks, active: jax.Array | None = None) -> jax.Array:
         """The norm in front of the head, [batch, width, embed]."""
-        flat = x.reshape(-1, x.shape[-1])
-        return rms_norm(flat, self.weights["final_norm"], self.config.rms_norm_eps, rows).reshape(x.shape)
+        flat, active = x.reshape(-1, x.shape[-1]), _flat_active(x, active)
+        weight, eps = self.weights["final_norm"], self.config.rms_norm_eps
+        return rms_norm(flat, weight, eps, self._rows(rows), active).reshape(x.shape)
 
-    def head(self, normed: jax.Array, rows: RowBlocks) -> jax.Array:
+    def head(self, normed: jax.Array, rows: RowBlocks, active: jax.Array | None = None) -> jax.Array:
         """float32 logits [batch, width, vocab] of final-norm outputs."""
-        weight = self.weights["embedding" if self.config.tie_embeddings else "lm_head"]
-        flat = normed.reshape(-1, normed.shape[-1])
-        return unembed(flat, weight, rows).reshape(*normed.shape[:-1], self.config.vocab_size)
+        weight, vocab = self.weights["embedding" if self.config.tie_embeddings else "lm_head"], self.config.vocab_size
+        flat, active = normed.reshape(-1, normed.shape[-1]), _flat_active(normed, active)
+        return unembed(flat, weight, self._rows(rows), vocab, active).reshape(*normed.shape[:-1], vocab)
+
+    def _rows(self, rows: RowBlocks) -> RowBlocks:
+        """The layout of the weights decides how rows run, before anything else."""
+        return RowBlocks(independent=True) if self.packed else rows
 
     def _layer(self, index, x, k_slots, v_slots, flight, cos, sin, rows):
         c, w = self.config, self.weights[f"layer_{index}"]
-        batch, width, embed = x.shape
+        rows = self._rows(rows)
+        batch, width, hidden = x.shape
         heads, kv_heads, head_dim = c.num_heads, c.num_kv_heads, c.head_dim
-        x = x.reshape(batch * width, embed)
+        x, active = x.reshape(batch * width, hidden), flight.active.reshape(-1)
 
         with jax.named_scope("attention"):
-            normed = rms_norm(x, w["attention_norm"], c.rms_norm_eps, rows)
-            q = linear(normed, w["q"], rows, w.get("q_bias")).reshape(-1, heads, head_dim)
-            k = linear(normed, w["k"], rows, w.get("k_bias")).reshape(-1, kv_heads, head_dim)
-            v = linear(normed, w["v"], rows, w.get("v_bias")).reshape(batch, width, kv_heads, head_dim)
+            normed = rms_norm(x, w["attention_norm"], c.rms_norm_eps, rows, active)
+            sizes = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
+            q, k, v = joined_linear(normed, w, ("q", "k", "v"), sizes, rows, active)
+            q, k = q.reshape(-1, heads, head_dim), k.reshape(-1, kv_heads, head_dim)
+            v = v.reshape(batch, width, kv_heads, head_dim)
             if c.qk_norm:
-                q = rms_norm(q, w["q_norm"], c.rms_norm_eps, rows)
-                k = rms_norm(k, w["k_norm"], c.rms_norm_eps, rows)
+                q = rms_norm(q, w["q_norm"], c.rms_norm_eps, rows, active)
+                k = rms_norm(k, w["k_norm"], c.rms_norm_eps, rows, active)
             q = rotate(q.reshape(batch, width, heads, head_dim), cos, sin)
             k = rotate(k.reshape(batch, width, kv_heads, head_dim), cos, sin)
-            slot = jnp.where(flight.write, flight.start, k_slots.shape[2])  # beyond the capacity: dropped
-            k_slots = kv.write_rows(k_slots, k.transpose(0, 2, 1, 3), slot)
-            v_slots = kv.write_rows(v_slots, v.transpose(0, 2, 1, 3), slot)
-            if rows.canonical:
-                q = lax.optimization_barrier(q)
-            seen = attention(q, k_slots, v_slots, flight.start, flight.ancestors, tile_rows=rows.tile)
-            if rows.canonical:
-                seen = lax.optimization_barrier(seen)
-            x = x + linear(seen.reshape(batch * width, heads * head_dim), w["o"], rows, w.get("o_bias"))
+            seen, k_slots, v_slots = self._attend(q, k, v, k_slots, v_slots, flight, rows)
+            (out,) = joined_linear(seen.reshape(batch * width, heads * head_dim), w, ("o",), (hidden,), rows, active)
+            x = x + out
 
         with jax.named_scope("mlp"):
-            normed = rms_norm(x, w["mlp_norm"], c.rms_norm_eps, rows)
-            gate = linear(normed, w["gate"], rows, w.get("gate_bias"))
-            up = linear(normed, w["up"], rows, w.get("up_bias"))
-            x = x + linear(nn.silu(gate) * up, w["down"], rows, w.get("down_bias"))
-        return x.reshape(batch, width, embed), k_slots, v_slots
+            normed = rms_norm(x, w["mlp_norm"], c.rms_norm_eps, rows, active)
+            gate, up = joined_linear(normed, w, ("gate", "up"), (c.intermediate_size,) * 2, rows, active)
+            (out,) = joined_linear(nn.silu(gate) * up, w, ("down",), (hidden,), rows, active)
+            x = x + out
+        return x.reshape(batch, width, hidden), k_slots, v_slots
+
+    def _attend(self, q, k, v, k_slots, v_slots, flight, rows):
+        """Writes k and v behind the committed slots and attends: what was seen, and the slots."""
+        if rows.independent:
+            return cpu.attention(q, k, v, k_slots, v_slots, flight.start, flight.ancestors, flight.active, flight.write)
+        slot = jnp.where(flight.write, flight.start, k_slots.shape[2])  # beyond the capacity: dropped
+        k_slots = kv.write_rows(k_slots, k.transpose(0, 2, 1, 3), slot)
+        v_slots = kv.write_rows(v_slots, v.transpose(0, 2, 1, 3), slot)
+        if rows.canonical:
+            q = lax.optimization_barrier(q)
+        seen = attention(q, k_slots, v_slots, flight.start, flight.ancestors, tile_rows=rows.tile)
+        return (lax.optimization_barrier(seen) if rows.canonical else seen), k_slots, v_slots
+
+
+def _flat_active(x: jax.Array, active: jax.Array | None) -> jax.Array:
+    """`active` [rows] of x [batch, width, size]; None: all of them."""
+    return jnp.ones(x.shape[0] * x.shape[1], bool) if active is None else active.reshape(-1)
 
 
 def _initialise(key, entry, dtype):
@@ -207,6 +228,7 @@ def _initialise(key, entry, dtype):
 
 def init_params(module: Llama, seed: int = 0) -> dict:
     """Random parameters of `module`, a nested dict like that of a loaded checkpoint."""
+    plain = module.clone(packed=False)
     cache = kv.init_cache(
         module.config.num_layers, 1, module.config.num_kv_heads, 1, module.config.head_dim, module.dtype
     )
@@ -214,6 +236,7 @@ def init_params(module: Llama, seed: int = 0) -> dict:
     ancestors = np.ones((1, 1, 1), np.uint32)
 
     def init(key):
-        return module.init(key, tokens, cache, depth=np.zeros(1, np.int32), ancestors=ancestors, rows=RowBlocks())
+        return plain.init(key, tokens, cache, depth=np.zeros(1, np.int32), ancestors=ancestors, rows=RowBlocks())
 
-    return jax.jit(init)(jax.random.key(seed))["params"]
+    params = jax.jit(init)(jax.random.key(seed))["params"]
+    return pack_params(params) if module.packed else params

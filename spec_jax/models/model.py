@@ -16,7 +16,8 @@ class Model:
 
     Attributes:
       module: the Flax Linen module, frozen and hashable, so it can be a static argument of `jax.jit`.
-      params: nested dict of arrays in the module's dtype; paths as in `spec_jax.models.config.tensor_specs`.
+      params: nested dict of arrays in the module's dtype; paths as in `spec_jax.models.config.tensor_specs`, or in the
+        layout of `spec_jax.models.packing` where `module.packed`.
       tokenizer: None where the checkpoint has none that can be used; prompts must then be token ids.
       eos_token_ids: every id that ends a text, ascending; empty if the checkpoint names none.
       name: the name or path that was asked for.

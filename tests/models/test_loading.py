@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, models
 
 from spec_jax import load_model
 from spec_jax.models.config import from_hf_config, tensor_specs
+from spec_jax.models.packing import unpack_params
 
 LLAMA = toy.FAMILIES["llama"]
 
@@ -26,12 +27,19 @@ def write(tmp_path, hf_config, tensors, **options):
     return str(toy.write_folder(tmp_path / "model", hf_config, tensors, **options))
 
 
-def test_every_tensor_lands_transposed_in_its_place(tmp_path, tensors):
-    model = load_model(write(tmp_path, LLAMA, tensors))
-    np.testing.assert_array_equal(model.params["embedding"], tensors["model.embed_tokens.weight"])
-    np.testing.assert_array_equal(model.params["lm_head"], tensors["lm_head.weight"])
-    np.testing.assert_array_equal(model.params["layer_1"]["k"], tensors["model.layers.1.self_attn.k_proj.weight"].T)
-    assert len(jax.tree.leaves(model.params)) == len(tensors)
+def plain_params(model):
+    """The parameters as `tensor_specs` lays them out, whether the CPU kernels are in use or not."""
+    return unpack_params(model.params, model.config) if model.module.packed else model.params
+
+
+@pytest.mark.parametrize("cpu_kernels", [None, False])
+def test_every_tensor_lands_transposed_in_its_place(cpu_kernels, tmp_path, tensors):
+    model = load_model(write(tmp_path, LLAMA, tensors), cpu_kernels=cpu_kernels)
+    params = plain_params(model)
+    np.testing.assert_array_equal(params["embedding"], tensors["model.embed_tokens.weight"])
+    np.testing.assert_array_equal(params["lm_head"], tensors["lm_head.weight"])
+    np.testing.assert_array_equal(params["layer_1"]["k"], tensors["model.layers.1.self_attn.k_proj.weight"].T)
+    assert len(jax.tree.leaves(params)) == len(tensors)
     assert (model.vocab_size, model.max_model_len, model.tokenizer, model.eos_token_ids) == (96, 256, None, (2,))
     assert model.config is model.module.config and model.config.head_dim == 16
 
@@ -40,7 +48,7 @@ def test_every_tensor_lands_transposed_in_its_place(tmp_path, tensors):
 def test_one_file_or_shards_with_or_without_index(options, tmp_path, tensors):
     model = load_model(write(tmp_path, LLAMA, tensors, **options))
     for name, spec in tensor_specs(model.config).items():
-        value = model.params
+        value = plain_params(model)
         for key in spec.path:
             value = value[key]
         np.testing.assert_array_equal(value, spec.to_param(tensors[name]))
@@ -50,7 +58,7 @@ def test_one_file_or_shards_with_or_without_index(options, tmp_path, tensors):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_dtypes(stored, dtype, tmp_path, tensors):
     cast = {name: tensor.astype(stored) for name, tensor in tensors.items()}
-    params = load_model(write(tmp_path, LLAMA, cast), dtype=dtype).params
+    params = plain_params(load_model(write(tmp_path, LLAMA, cast), dtype=dtype))
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(dtype)}
     expected = cast["model.layers.0.mlp.up_proj.weight"].T.astype(jnp.dtype(dtype))
     np.testing.assert_array_equal(np.asarray(params["layer_0"]["up"]), expected)
