@@ -24,7 +24,7 @@ from spec_jax.prompts import Prompt, builtin_prompts, limit_per_category, model_
 from spec_jax.scalars import ScalarWriter
 
 METHODS = ("ngram", "layer_skip", "draft_model")
-DEFAULT_METHODS = ("ngram", "layer_skip:2")
+DEFAULT_METHODS = ("ngram:auto", "ngram", "layer_skip:2")
 ALL = "all"
 NGRAM = 8
 Progress = Callable[[int, int, str], None]
@@ -35,7 +35,7 @@ class Run:
     """One way to decode: plain at one width, or one method with one draft length."""
 
     label: str
-    verify_width: int
+    verify_width: int | str
     num_speculative_tokens: int = 0
     config: dict[str, Any] | None = dataclasses.field(default=None, compare=False)
     exact: bool | None = None
@@ -85,7 +85,7 @@ def run_bench(
     batch_size: int = 1,
     temperature: float = 0.0,
     seed: int = 0,
-    verify_width: int | None = None,
+    verify_width: int | str | None = None,
     exact: bool | None = None,
     logdir: str | Path | None = None,
     progress: Progress | None = None,
@@ -168,27 +168,35 @@ def _measure(
     return measured
 
 
-def plan_runs(methods: Sequence[str], draft_model: Any, verify_width: int | None, exact: bool | None) -> list[Run]:
-    """All runs of a bench: plain at every width the methods use, plain at width 1, then the methods."""
+def plan_runs(
+    methods: Sequence[str], draft_model: Any, verify_width: int | str | None, exact: bool | None
+) -> list[Run]:
+    """All runs of a bench: plain at every width the methods use, plain at width 1, then the methods.
+
+    `name:auto` is a method with verify_width="auto".
+    """
     if not methods:
         raise ValueError(f"methods is empty; name at least one of {', '.join(METHODS)}")
     speculative = []
     for spec in methods:
         name, length = _parse_method(spec)
+        asked = "auto" if length == "auto" else verify_width
         config = {"method": name}
-        if length is not None:
+        if asked == "auto":
+            config["verify_width"] = "auto"
+        elif length is not None:
             config["num_speculative_tokens"] = length
         if name == "draft_model":
             if draft_model is None:
                 raise ValueError("method 'draft_model' needs a draft model; add --draft-model NAME")
             config["model"] = draft_model
         resolved = spec_jax.SpeculativeConfig(**config)
-        width = choose_width(resolved.num_speculative_tokens, verify_width)
+        width = asked if asked == "auto" else choose_width(resolved.num_speculative_tokens, asked)
         run = Run(name, width, resolved.num_speculative_tokens, config, exact)
         if run in speculative:
             raise ValueError(f"methods names {spec!r} twice")
         speculative.append(run)
-    widths = sorted({run.verify_width for run in speculative})
+    widths = sorted({_plain_width(run) for run in speculative})
     plain = [Run(f"plain W={width}", width, exact=exact) for width in widths]
     return [*plain, Run("plain W=1", 1, exact=False), *speculative]
 
@@ -302,7 +310,7 @@ class _Measurements:
         """TensorBoard tags and values of one repeat."""
         values: dict[str, float | None] = {}
         for run in self.runs:
-            name = run.label.replace(" ", "_") if run.is_plain else f"{run.label}_k{run.num_speculative_tokens}"
+            name = run.label.replace(" ", "_") if run.is_plain else _tag(run)
             for category in [*self.categories, ALL]:
                 tally = self.tallies[run, category, repeat]
                 values[f"tokens_per_second/{name}/{category}"] = tally.tokens_per_second
@@ -315,7 +323,7 @@ class _Measurements:
     def _row(self, run: Run, category: str) -> dict[str, Any]:
         first = self.tallies[run, category, 0]
         members = [i for i, prompt in enumerate(self.prompts) if category in (prompt.category, ALL)]
-        reference = next(other for other in self.runs if other.is_plain and other.verify_width == run.verify_width)
+        reference = next(other for other in self.runs if other.is_plain and other.verify_width == _plain_width(run))
         exact = all(ids == self.outputs[reference, i][0] for i in members for ids in self.outputs[run, i])
         return {
             "method": run.label,
@@ -343,14 +351,28 @@ class _Measurements:
         return self.tallies[run, category, repeat].tokens_per_second / plain.tokens_per_second
 
 
-def _parse_method(spec: str) -> tuple[str, int | None]:
+def _tag(run: Run) -> str:
+    """A run's name in TensorBoard."""
+    return f"{run.label}_auto" if run.verify_width == "auto" else f"{run.label}_k{run.num_speculative_tokens}"
+
+
+def _plain_width(run: Run) -> int:
+    """The width of the plain decoding that a run's tokens are compared with; any will do under E2."""
+    return choose_width(0, None) if run.verify_width == "auto" else run.verify_width
+
+
+def _parse_method(spec: str) -> tuple[str, int | str | None]:
     name, colon, length = spec.strip().partition(":")
     if name not in METHODS:
         raise ValueError(f"method {name!r} is not known to bench; allowed: {', '.join(METHODS)} (plain always runs)")
     if not colon:
         return name, None
+    if length == "auto":
+        return name, length
     if not length.isdecimal() or int(length) < 1:
-        raise ValueError(f"method {spec!r}: the draft length after ':' must be a positive integer, such as {name}:5")
+        raise ValueError(
+            f"method {spec!r}: the draft length after ':' must be a positive integer or 'auto', such as {name}:5"
+        )
     return name, int(length)
 
 

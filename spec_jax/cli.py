@@ -86,7 +86,7 @@ def _add_bench(commands: Any) -> None:
     cli_generate.add_model_options(parser)
     parser.add_argument(
         "--methods",
-        help="comma-separated name or name:K (default: ngram,layer_skip:2, draft_model if --draft-model is given)",
+        help="comma-separated name, name:K or name:auto (default: ngram:auto,ngram,layer_skip:2, draft_model if given)",
     )
     parser.add_argument("--draft-model", metavar="NAME", help="the drafter of the method draft_model")
     parser.add_argument("--prompts", metavar="FILE.jsonl", help="MT-bench `turns` (the first is used) or `messages`")
@@ -97,7 +97,7 @@ def _add_bench(commands: Any) -> None:
     parser.add_argument("--repeats", type=int, default=2, help="medians are over these (default: %(default)s)")
     parser.add_argument("--batch-size", type=int, default=1, help="default: %(default)s")
     parser.add_argument("--temperature", type=float, default=0.0, help="default: %(default)s, which is greedy")
-    parser.add_argument("--verify-width", type=int, metavar="W", help="rows per target step for all methods")
+    parser.add_argument("--verify-width", type=cli_generate.width, metavar="W", help="rows per target step, or auto")
     parser.add_argument("--exact", action=argparse.BooleanOptionalAction, default=None, help="as in `generate`")
     parser.add_argument("--logdir", metavar="FOLDER", help="write TensorBoard scalars, one step per repeat")
 

@@ -44,7 +44,7 @@ def add_options(parser: Any) -> None:
     method.add_argument("--num-speculative-tokens", type=int, metavar="K", help="draft tokens per step")
     method.add_argument("--draft-model", metavar="NAME", help="the drafter of --method draft_model")
     method.add_argument("--rule", choices=RULES, help="how drafts are verified (rejection_sample_method)")
-    method.add_argument("--verify-width", type=int, metavar="W", help="rows per target step, K+1 or more")
+    method.add_argument("--verify-width", type=width, metavar="W", help="rows per target step, K+1 or more, or auto")
     method.add_argument(
         "--exact",
         action=argparse.BooleanOptionalAction,
@@ -88,6 +88,16 @@ def add_options(parser: Any) -> None:
         help=f"log-probability per token, and the N likeliest (0-{MAX_LOGPROBS})",
     )
     output.add_argument("--show-acceptance", action="store_true", help="mark which tokens were drafted and accepted")
+
+
+def width(text: str) -> int | str:
+    """The type of `--verify-width`."""
+    if text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a positive integer or auto") from None
 
 
 def _token_ids(text: str) -> list[int]:

@@ -16,6 +16,7 @@ METHODS = ("none", "ngram", "draft_model", "layer_skip")
 RULES = ("coupled", "standard")
 WIDTHS = (4, 8, 16, 32, 64, 128)
 DEFAULT_TOKENS = {"none": 0, "ngram": 5, "draft_model": 4, "layer_skip": 4}
+AUTO_TOKENS = 7
 MAX_LOOKUP = 64
 
 
@@ -27,7 +28,8 @@ class SpeculativeConfig:
       method: "none" | "ngram" | "draft_model" | "layer_skip".
       num_speculative_tokens: K, draft tokens per step. Default: ngram 5, draft_model 4, layer_skip 4.
       verify_width: rows of one verification step, at least K + 1; None: 8 where K + 1 <= 8, else the next of
-        4, 8, 16, 32, 64, 128.
+        4, 8, 16, 32, 64, 128. "auto": every step verifies as many drafts, up to K, as promise the most tokens per
+        second, none included (`spec_jax.draft_length`); K is 7 then unless it is given.
       rejection_sample_method: "coupled" (same seed, same text whatever the drafter) or "standard" (Leviathan et al.,
         https://arxiv.org/abs/2211.17192). None: "standard" where drafts are sampled, else "coupled". At temperature 0
         both are exact greedy decoding.
@@ -57,14 +59,16 @@ class SpeculativeConfig:
                              f"known methods: {', '.join(METHODS)}")  # fmt: skip
         k = self.num_speculative_tokens
         if k is None:
-            object.__setattr__(self, "num_speculative_tokens", DEFAULT_TOKENS[self.method])
+            auto = self.verify_width == "auto" and self.method != "none"
+            default = AUTO_TOKENS if auto else DEFAULT_TOKENS[self.method]
+            object.__setattr__(self, "num_speculative_tokens", default)
         elif not is_int(k) or k < 0:
             raise ValueError(f"num_speculative_tokens={k!r} must be an integer of at least 0 (0 turns drafting off)")
         elif self.method == "none" and k:
             raise ValueError(f"num_speculative_tokens={k} needs a method; method='none' drafts nothing")
         width = self.verify_width
         if width is not None and width != "auto" and (not is_int(width) or width < 1):
-            raise ValueError(f"verify_width={width!r} must be a positive integer, or None for the default")
+            raise ValueError(f"verify_width={width!r} must be a positive integer, 'auto', or None for the default")
         if self.rejection_sample_method is not None and self.rejection_sample_method not in RULES:
             name = self.rejection_sample_method
             raise ValueError(f"rejection_sample_method={name!r} is not known{nearest(str(name), RULES)}; "
@@ -136,14 +140,22 @@ def parse_speculative_config(value: Any) -> SpeculativeConfig:
 
 
 def choose_width(num_nodes: int, verify_width: Any) -> int:
-    """The rows of one verification step for `num_nodes` draft nodes (the last committed token takes one more)."""
-    if verify_width == "auto":
-        raise ValueError("verify_width='auto' is not supported yet; give a number or None for the default")
+    """The rows of one verification step for `num_nodes` draft nodes (the last committed token takes one more).
+
+    "auto" chooses among narrower steps as it goes; this is its widest.
+    """
     if verify_width is None:
         return next((w for w in WIDTHS if w >= max(num_nodes + 1, 8)), num_nodes + 1)
+    if verify_width == "auto":
+        return num_nodes + 1
     if not is_int(verify_width) or verify_width < 1:
-        raise ValueError(f"verify_width={verify_width!r} must be a positive integer, or None for the default")
+        raise ValueError(f"verify_width={verify_width!r} must be a positive integer, 'auto', or None for the default")
     if verify_width < num_nodes + 1:
         raise ValueError(f"verify_width={verify_width} cannot hold {num_nodes} draft tokens and the last token; "
                          f"give at least {num_nodes + 1} or leave it out")  # fmt: skip
     return verify_width
+
+
+def auto_widths(width: int) -> tuple[int, ...]:
+    """The widths that "auto" compiles where every row of a step costs alike, ascending, at most four."""
+    return tuple(dict.fromkeys([1, *(w for w in (4, 8) if w < width), width]))

@@ -27,12 +27,14 @@ from spec_jax.decode_state import (
     record,
     start_state,
 )
+from spec_jax.draft_length import Acceptance, CostModel, Pace, default_pace
 from spec_jax.drafting.base import Draft, Seen, TargetView, View
 from spec_jax.kernels.attention import pack_ancestors
 from spec_jax.models.layers import RowBlocks
-from spec_jax.processors import read_committed, read_flight
+from spec_jax.models.llama import ForwardOutput
+from spec_jax.processors import Committed, read_committed, read_flight
 from spec_jax.sampling import NO_TOKEN, SamplingState
-from spec_jax.verify import verify
+from spec_jax.verify import Verification, verify
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +49,7 @@ class Decoder:
       rule: "coupled" or "standard".
       rows: canonical row blocks of the target's forward passes.
       prefill_chunk: prompt tokens per row and prefill step.
+      policy: how many draft tokens a step verifies; None: as many as the drafter proposes.
     """
 
     module: Any
@@ -56,6 +59,7 @@ class Decoder:
     rule: str
     rows: RowBlocks
     prefill_chunk: int
+    policy: CostModel | None = None
 
     def __post_init__(self):
         if self.width < self.drafter.num_nodes + 1:
@@ -65,6 +69,11 @@ class Decoder:
             if len(parents) != self.drafter.num_nodes:
                 raise ValueError(f"{len(parents)} parents were given for num_nodes={self.drafter.num_nodes}")
             tree_lib.check_parents(parents)
+        if self.policy is not None:
+            if parents is not None or self.drafter.dynamic_tree:
+                raise ValueError("a draft length policy needs a drafter of chains; verify_width='auto' cannot be used")
+            if self.policy.widths[-1] != self.width:
+                raise ValueError(f"the policy's widths {self.policy.widths} must end with the decoder's {self.width}")
 
     def init(
         self,
@@ -87,7 +96,12 @@ class Decoder:
         """
         row = self.blank(params, drafter_params, *tokens.shape)
         row = self.prefill(params, drafter_params, row, tokens, jnp.zeros_like(prompt_length), prompt_length - 1)
-        return start_state(tokens, Rows(prompt_length, limit, cap_reason, sampling), row.cache, row.drafter)
+        rows = Rows(prompt_length, limit, cap_reason, sampling)
+        return start_state(tokens, rows, row.cache, row.drafter, acceptance=self.start_acceptance(tokens.shape[0]))
+
+    def start_acceptance(self, batch: int) -> Acceptance | None:
+        """What the policy knows before the first step; None without a policy."""
+        return None if self.policy is None else self.policy.init(batch)
 
     def blank(self, params: Any, drafter_params: Any, batch: int, capacity: int) -> Prefilled:
         """Empty caches for `batch` prompts of up to `capacity` tokens."""
@@ -118,7 +132,7 @@ class Decoder:
         # Below E2 a block is one flight of the whole batch; prefill feeds one prompt and need not agree with it.
         rows = self.rows if self.rows.any_width else RowBlocks()
         width = max(128, drafter.num_nodes + 1)
-        return dataclasses.replace(self, drafter=drafter, width=width, rule="coupled", rows=rows)
+        return dataclasses.replace(self, drafter=drafter, width=width, rule="coupled", rows=rows, policy=None)
 
     def run(
         self,
@@ -127,11 +141,14 @@ class Decoder:
         state: DecodeState,
         max_steps: jax.Array,
         min_live: jax.Array | int = 1,
+        pace: Pace | None = None,
     ) -> DecodeState:
         """Decodes until fewer than `min_live` rows are live or `max_steps` more steps are done.
 
-        `state` may be donated.
+        `state` may be donated. `pace` tells the policy what steps cost; None: `default_pace`.
         """
+        if self.policy is not None and pace is None:
+            pace = default_pace(state.length.shape[0], self.drafter.num_nodes)
 
         def unfinished(carry):
             steps, state = carry
@@ -139,64 +156,127 @@ class Decoder:
 
         def step(carry):
             steps, state = carry
-            return steps + 1, self.step(params, drafter_params, state)
+            return steps + 1, self.step(params, drafter_params, state, pace)
 
         return lax.while_loop(unfinished, step, (jnp.int32(0), state))[1]
 
-    def step(self, params: Any, drafter_params: Any, state: DecodeState) -> DecodeState:
+    def step(self, params: Any, drafter_params: Any, state: DecodeState, pace: Pace | None = None) -> DecodeState:
         """One step: draft, verify, commit, roll back."""
-        # 1) Draft.
-        index = jnp.arange(state.length.shape[0])
-        last = state.tokens[index, state.length - 1]
         processors, vocab = state.sampling.processors, self.module.config.vocab_size
         committed = read_committed(processors, state.tokens, state.prompt_length, state.length, vocab)
-        draft, drafter_state = self._propose(params, drafter_params, state, last, committed)
-        cache = state.cache if draft.target_cache is None else draft.target_cache
+        draft, drafter_state = self.draft(params, drafter_params, state, committed, pace)
+        flight, out = self.forward(params, state, draft, pace)
+        verdict, grammar_states = self.verify(state, draft, flight, out.logits, committed)
+        return self.commit(drafter_params, state, drafter_state, draft, flight, out, verdict, grammar_states)
 
-        # 2) One target forward pass of the last token and the draft nodes. The barriers keep the pass the same
-        # computation whatever stands around it, which is what makes plain and speculative decoding bit-identical.
-        nodes = self.drafter.num_nodes
-        padding = jnp.zeros((last.shape[0], self.width - 1 - nodes), jnp.int32)
+    def draft(
+        self, params: Any, drafter_params: Any, state: DecodeState, committed: Committed | None, pace: Pace | None
+    ) -> tuple[Draft, Any]:
+        """The draft of one step, as long as the policy wants it, and the drafter's state behind it."""
+        if self.drafter.num_nodes == 0:
+            return self._no_draft(state), state.drafter
+        if self.policy is None:
+            return self._propose(params, drafter_params, state, committed)
+        nodes, live = self.drafter.num_nodes, state.live
+        if len(self.policy.priors) > 1:  # how good a proposal is shows in the proposal
+            draft, drafter_state = self._propose(params, drafter_params, state, committed)
+        else:
+            most = jnp.where(live, jnp.clip(state.limit - state.length - 1, 0, nodes), 0)
+            hopeful = self.policy.choose(state.acceptance, _kind(None, live), most, live, nodes, pace.times, pace.draft)
+            draft, drafter_state = lax.cond(
+                jnp.where(pace.forced == 0, hopeful.any(), pace.forced > 0),
+                lambda: self._propose(params, drafter_params, state, committed),
+                lambda: self._as_proposed(params, drafter_params, state, committed),
+            )
+        kind = _kind(draft, live)
+        count = self.policy.choose(state.acceptance, kind, draft.count, live, nodes, pace.times)
+        return draft.replace(count=count), drafter_state
+
+    def forward(
+        self, params: Any, state: DecodeState, draft: Draft, pace: Pace | None = None
+    ) -> tuple[jax.Array, ForwardOutput]:
+        """One target forward pass of the last token and the draft nodes: their tokens int32 [batch, width], and it.
+
+        The barriers keep the pass the same computation whatever stands around it, which is what makes plain and
+        speculative decoding bit-identical.
+        """
+        last = self._last(state)
+        cache = state.cache if draft.target_cache is None else draft.target_cache
+        padding = jnp.zeros((last.shape[0], self.width - 1 - self.drafter.num_nodes), jnp.int32)
         # A proposal outside the vocabulary is refused by every rule; fed as it is, JAX would clamp it in silence.
         known = (draft.tokens >= 0) & (draft.tokens < self.vocab_size)
         flight = jnp.concatenate([last[:, None], jnp.where(known, draft.tokens, 0), padding], axis=1)
-        mask, row_parents, chain = self._shape_of(draft)
-        depth, ancestors = tree_lib.depths(mask), pack_ancestors(mask if mask.ndim == 3 else mask[None])
-        row_parents = jnp.broadcast_to(row_parents, draft.tokens.shape)
-        flight, cache = lax.optimization_barrier((flight, cache))
-        out = self.module.apply(
-            {"params": params},
-            flight,
-            cache,
-            depth=depth,
-            ancestors=ancestors,
-            rows=self.rows,
-            write=state.live,
-            active=self._active(draft, state.live),
-            capture=self.drafter.needs.features,
-        )
-        logits, features, cache = lax.optimization_barrier((out.logits, out.features, out.cache))
+        mask, _, _ = self._shape_of(draft)
+        mask = mask if mask.ndim == 3 else mask[None]
+        active = self._active(draft, state.live)
+        if pace is not None:
+            active = active | ((jnp.arange(self.width) < pace.forced) & state.live[:, None])
+        fed, cache = lax.optimization_barrier((flight, cache))
 
-        # 3) Verify, every row behind its own history.
-        used = nodes + 1
-        ahead = mask[..., :used, :used]
-        states = state.grammar_states
+        def narrow(width):
+            def run():
+                out = self.module.apply(
+                    {"params": params},
+                    fed[:, :width],
+                    cache,
+                    depth=tree_lib.depths(mask)[:, :width],
+                    ancestors=pack_ancestors(mask[:, :width, :width]),
+                    rows=self.rows,
+                    write=state.live,
+                    active=active[:, :width],
+                    capture=self.drafter.needs.features,
+                )
+                wide = ((0, 0), (0, self.width - width), (0, 0))
+                rows = jax.tree.map(lambda x: jnp.pad(x, wide), (out.logits, out.features))
+                return ForwardOutput(*rows, out.cache)
+
+            return run
+
+        widths = (self.width,) if self.policy is None else self.policy.widths
+        needed = jnp.where(active, jnp.arange(self.width), 0).max()
+        index = sum((needed >= width).astype(jnp.int32) for width in widths[:-1]) if len(widths) > 1 else 0
+        out = narrow(self.width)() if len(widths) == 1 else lax.switch(index, [narrow(w) for w in widths])
+        return flight, ForwardOutput(*lax.optimization_barrier((out.logits, out.features, out.cache)))
+
+    def verify(
+        self, state: DecodeState, draft: Draft, flight: jax.Array, logits: jax.Array, committed: Committed | None
+    ) -> tuple[Verification, Any]:
+        """The verdict, every row behind its own history, and the grammars' states behind every row."""
+        mask, row_parents, chain = self._shape_of(draft)
+        row_parents = jnp.broadcast_to(row_parents, draft.tokens.shape)
+        used = self.drafter.num_nodes + 1
+        ahead, states = mask[..., :used, :used], state.grammar_states
+        processors = state.sampling.processors
         history = read_flight(processors, committed, flight[:, :used], ahead, row_parents, states, state.first)
         verdict = verify(
             self.rule,
             logits,
             draft,
             row_parents,
-            jnp.broadcast_to(depth, flight.shape),
+            jnp.broadcast_to(tree_lib.depths(mask), flight.shape),
             chain,
             state.length,
             state.sampling,
             self.vocab_size,
             history,
         )
+        return verdict, history.after if states else ()
 
-        # 4) Commit the run, token by token: a stop token, the limit, or options that leave no token end it there.
-        column = jnp.arange(self.width)
+    def commit(
+        self,
+        drafter_params: Any,
+        state: DecodeState,
+        drafter_state: Any,
+        draft: Draft,
+        flight: jax.Array,
+        out: ForwardOutput,
+        verdict: Verification,
+        grammar_states: Any,
+    ) -> DecodeState:
+        """Commits the run token by token, rolls back what was refused, and tells the drafter."""
+        index, column = jnp.arange(flight.shape[0]), jnp.arange(self.width)
+        cache, logits = out.cache, out.logits
+        # A stop token, the limit, or options that leave no token end the run.
         is_stop = (verdict.tokens[..., None] == state.sampling.stop_ids[:, None, :]).any(-1)
         is_none = verdict.tokens == NO_TOKEN
         run = jnp.minimum(verdict.num_accepted + 1, state.limit - state.length)
@@ -219,22 +299,24 @@ class Decoder:
             logprobs = read_logprobs(logits, verdict.path, verdict.tokens, kept, top, self.vocab_size)
         was_draft = column < verdict.num_accepted[:, None]
         trace = record(state.trace, at, was_draft, draft.count, verdict.gaps, logprobs)
+        states = state.grammar_states
         if states:
             newest = verdict.path[index, jnp.maximum(emitted - 1, 0)]
-            states = jax.tree.map(lambda x: x[index, newest], history.after)
+            states = jax.tree.map(lambda x: x[index, newest], grammar_states)
 
-        # 5) Roll back: the accepted path becomes contiguous (a chain already is), the rest is cut off by the length.
-        if not chain:
+        # The accepted path becomes contiguous (a chain already is), and the rest is cut off by the length.
+        if self.drafter.dynamic_tree or self.drafter.parents is not None:
             moving = jnp.where(state.live, cache.length, cache.capacity)
             cache = kv.move_path(cache.replace(length=moving), verdict.path)
         cache = cache.replace(length=length - 1)
 
-        # 6) Tell the drafter.
-        along = {k: jnp.take_along_axis(f, verdict.path[..., None], axis=1) for k, f in features.items()}
+        along = {k: jnp.take_along_axis(f, verdict.path[..., None], axis=1) for k, f in out.features.items()}
         fed = jnp.take_along_axis(flight, verdict.path, axis=1)
         seen = Seen(fed, verdict.tokens, state.length - 1, emitted, along, logits, verdict.path, prefill=False)
-        drafter_state = self.drafter.commit(drafter_params, drafter_state, seen)
-
+        acceptance = state.acceptance
+        if self.policy is not None:
+            kind = _kind(draft, state.live)
+            acceptance = self.policy.observe(acceptance, kind, draft.count, verdict.num_accepted, state.live)
         return state.replace(
             tokens=tokens,
             length=length,
@@ -242,17 +324,30 @@ class Decoder:
             steps=state.steps + 1,
             trace=trace,
             cache=cache,
-            drafter=drafter_state,
+            drafter=self.drafter.commit(drafter_params, drafter_state, seen),
+            acceptance=acceptance,
             grammar_states=states,
         )
 
     def _target(self, params) -> TargetView:
         return TargetView(params, self.module, self.rows, self.vocab_size)
 
-    def _propose(self, params, drafter_params, state, last, committed) -> tuple[Draft, Any]:
-        if self.drafter.num_nodes == 0:
-            batch = last.shape[0]
-            return Draft(jnp.zeros((batch, 0), jnp.int32), jnp.zeros(batch, jnp.int32)), state.drafter
+    def _last(self, state: DecodeState) -> jax.Array:
+        """The last committed token of every row, not yet in the cache."""
+        return state.tokens[jnp.arange(state.length.shape[0]), state.length - 1]
+
+    def _no_draft(self, state: DecodeState) -> Draft:
+        batch = state.length.shape[0]
+        return Draft(jnp.zeros((batch, self.drafter.num_nodes), jnp.int32), jnp.zeros(batch, jnp.int32))
+
+    def _as_proposed(self, params, drafter_params, state, committed) -> tuple[Draft, Any]:
+        """An empty draft in the shape of a proposal, and the drafter's state unchanged."""
+        shape, _ = jax.eval_shape(lambda: self._propose(params, drafter_params, state, committed))
+        draft = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shape.replace(target_cache=None))
+        return draft.replace(target_cache=None if shape.target_cache is None else state.cache), state.drafter
+
+    def _propose(self, params, drafter_params, state, committed) -> tuple[Draft, Any]:
+        last = self._last(state)
         room = state.limit - state.length
         view = View(
             state.tokens,
@@ -355,3 +450,8 @@ class Decoder:
         chunks = (jnp.max(end - start) + chunk - 1) // chunk
         _, row = lax.while_loop(lambda carry: carry[0] < chunks, body, (jnp.int32(0), row))
         return row.replace(cache=row.cache.replace(length=end))
+
+
+def _kind(draft: Draft | None, live: jax.Array) -> jax.Array:
+    """The kind of every row's proposal, 0 where there is but one."""
+    return jnp.zeros(live.shape, jnp.int32) if draft is None or draft.kind is None else draft.kind

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from spec_jax import cache as kv
+from spec_jax.draft_length import Acceptance
 from spec_jax.sampling import SamplingState, mask_padding, over_rows
 
 RUNNING, STOP, LENGTH, CONTEXT = 0, 1, 2, 3
@@ -69,6 +70,7 @@ class DecodeState:
       drafter: the drafter's own state.
       sampling: the rows' sampling parameters and keys.
       grammar_states: per grammar of the call its state in front of the last committed token, leaves [batch, ...].
+      acceptance: what the draft length policy has seen of every row, None without one.
     """
 
     tokens: jax.Array
@@ -83,6 +85,7 @@ class DecodeState:
     drafter: Any
     sampling: SamplingState
     grammar_states: tuple[Any, ...] = ()
+    acceptance: Acceptance | None = None
 
     @property
     def live(self) -> jax.Array:
@@ -140,7 +143,12 @@ def new_trace(batch: int, capacity: int, logprobs: int | None) -> Trace:
 
 
 def start_state(
-    tokens: jax.Array, rows: Rows, cache: kv.KVCache, drafter: Any, logprobs: int | None = None
+    tokens: jax.Array,
+    rows: Rows,
+    cache: kv.KVCache,
+    drafter: Any,
+    logprobs: int | None = None,
+    acceptance: Acceptance | None = None,
 ) -> DecodeState:
     """The state in front of the first step, for prompts int32 [batch, capacity] whose prefill has filled `cache`."""
     return DecodeState(
@@ -156,6 +164,7 @@ def start_state(
         drafter=drafter,
         sampling=rows.sampling,
         grammar_states=rows.grammar_states,
+        acceptance=acceptance,
     )
 
 
@@ -204,6 +213,7 @@ def fill_slots(
         drafter=fill_drafter(state.drafter, prefilled.drafter, put),
         sampling=jax.tree.map(choose, rows.sampling, state.sampling),
         grammar_states=jax.tree.map(choose, rows.grammar_states, state.grammar_states),
+        acceptance=jax.tree.map(lambda x: choose(jnp.zeros_like(x), x), state.acceptance),
     )
 
 

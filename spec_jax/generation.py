@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from spec_jax import cache as kv
-from spec_jax.config import RULES, SpeculativeConfig, choose_width, parse_speculative_config
+from spec_jax.config import RULES, SpeculativeConfig, auto_widths, choose_width, parse_speculative_config
 from spec_jax.decode import Decoder
+from spec_jax.draft_length import CostModel
 from spec_jax.drafting.base import Drafter, NoDrafter
 from spec_jax.drafting.registry import build_drafter
 from spec_jax.exactness import level_of, row_blocks
@@ -37,7 +38,7 @@ def generate(
     prompts: Any,
     speculative_config: Any = None,
     sampling: SamplingParams | Sequence[SamplingParams] | Mapping | None = None,
-    verify_width: int | None = None,
+    verify_width: int | str | None = None,
     exact: bool | None = None,
     max_batch_size: int | None = None,
     drafter: tuple[Any, Any] | None = None,
@@ -51,7 +52,9 @@ def generate(
         {"role", "content"} messages, rendered with the model's chat template).
       speculative_config: None, a dict, a JSON object as text, or a `SpeculativeConfig`.
       sampling: one `SamplingParams` (or dict) for all prompts, or a list with one per prompt; None is greedy.
-      verify_width: rows of one verification step; None takes the config's, else the default (8 up to K = 7).
+      verify_width: rows of one verification step; None takes the config's, else the default (8 up to K = 7). "auto":
+        see `SpeculativeConfig`; under `standard` the draft lengths, and with them the random numbers that are used,
+        then depend on measured times, so that a sampled text is not repeatable.
       exact: True: logits independent of drafter, K, width, batch and bucket (E2), whatever it costs. None: E2 while
         batch x width fits one row block, else E1 (plain and speculative runs of the same width and batch are
         bit-identical). False: the narrowest width, no promise beyond E0.
@@ -68,7 +71,7 @@ def generate(
       ValueError: for bad input, naming the value and what is allowed.
     """
     check_progress(progress)
-    config = check_config(speculative_config, drafter)
+    config = check_config(speculative_config, drafter, verify_width)
     ids = encode_prompts(target, prompts)
     requests = make_requests(target, ids, per_prompt(sampling, len(ids)), messages_of(prompts))
     call = prepare(target, requests, config, verify_width, exact, max_batch_size, drafter)
@@ -145,7 +148,7 @@ def prepare(
     target: Any,
     requests: list[Request],
     config: SpeculativeConfig,
-    verify_width: int | None,
+    verify_width: int | str | None,
     exact: bool | None,
     max_batch_size: int | None,
     drafter: tuple[Any, Any] | None,
@@ -158,9 +161,12 @@ def prepare(
     num_nodes = drafter[0].num_nodes if drafter else config.num_speculative_tokens
     width = num_nodes + 1 if exact is False and width_asked is None else choose_width(num_nodes, width_asked)
     # Without a token to choose nothing runs, and nothing need be measured for it.
+    if width_asked == "auto" and exact is None:
+        exact = True  # E1 is for one width
     rows = row_blocks(exact, batch, width, target.module if active else None)
     built, params = drafter if drafter else build_drafter(config, target, rows)
-    decoder = _decoder(target, built, width, config.rule, rows)
+    policy = draft_length_policy(built, width, rows) if width_asked == "auto" else None
+    decoder = _decoder(target, built, width, config.rule, rows, policy=policy)
     level = level_of(rows, exact, tree=built.parents is not None or built.dynamic_tree)
     capacity = capacity_for(longest, width)
     return Call(target, requests, active, decoder, params, level, batch, capacity, config, exact, max_batch_size)
@@ -171,7 +177,7 @@ def make_decoder(
     drafter: Any = None,
     *,
     batch: int = 1,
-    verify_width: int | None = None,
+    verify_width: int | str | None = None,
     rejection_sample_method: str = "coupled",
     exact: bool | None = None,
     prefill_chunk: int | None = None,
@@ -185,7 +191,8 @@ def make_decoder(
 
     Returns:
       init(params, drafter_params, tokens, prompt_length, limit, cap_reason, sampling) -> DecodeState and
-      run(params, drafter_params, state, max_steps) -> DecodeState; see `decode.Decoder`.
+      run(params, drafter_params, state, max_steps) -> DecodeState; see `decode.Decoder`. With verify_width="auto" `run`
+      also takes `pace`, see `draft_length.Pace`.
     """
     drafter = NoDrafter() if drafter is None else drafter
     width = choose_width(drafter.num_nodes, verify_width)
@@ -194,8 +201,10 @@ def make_decoder(
         raise ValueError(f"rejection_sample_method={rejection_sample_method!r} is not known; allowed: {allowed}")
     if prefill_chunk is not None and (not isinstance(prefill_chunk, int) or prefill_chunk < 1):
         raise ValueError(f"prefill_chunk={prefill_chunk!r} must be a positive integer, or None for the default")
-    rows = row_blocks(exact, batch, width, target.module)
-    decoder = _decoder(target, drafter, width, rejection_sample_method, rows, prefill_chunk)
+    auto = verify_width == "auto"
+    rows = row_blocks(True if auto and exact is None else exact, batch, width, target.module)
+    policy = draft_length_policy(drafter, width, rows) if auto else None
+    decoder = _decoder(target, drafter, width, rejection_sample_method, rows, prefill_chunk, policy)
     return decoder.init, decoder.run
 
 
@@ -204,7 +213,9 @@ def check_progress(progress: Any) -> None:
         raise ValueError(f"progress={progress!r} must be True, False or None")
 
 
-def check_config(value: Any, drafter: Any) -> SpeculativeConfig:
+def check_config(value: Any, drafter: Any, verify_width: int | str | None = None) -> SpeculativeConfig:
+    if verify_width == "auto" and isinstance(value, Mapping):
+        value = {**value, "verify_width": "auto"}  # the default draft length follows from it
     if drafter is None:
         return parse_speculative_config(value)
     if not (isinstance(drafter, tuple) and len(drafter) == 2 and hasattr(drafter[0], "propose")):
@@ -258,10 +269,17 @@ def _free_bytes() -> int:
         return ASSUMED_FREE
 
 
-def _decoder(target, drafter, width, rule, rows: RowBlocks, prefill_chunk=None) -> Decoder:
+def draft_length_policy(drafter: Any, width: int, rows: RowBlocks) -> CostModel | None:
+    """The policy of verify_width="auto"; None where nothing is drafted."""
+    if drafter.num_nodes == 0:
+        return None
+    return CostModel((width,) if rows.independent else auto_widths(width), drafter.priors)
+
+
+def _decoder(target, drafter, width, rule, rows: RowBlocks, prefill_chunk=None, policy=None) -> Decoder:
     # Canonical rows are prefilled one block at a time; other prefills run at as many rows as there are.
     chunk = prefill_chunk or (min(rows.block, MAX_CHUNK) if rows.tile is not None else MAX_CHUNK)
-    return Decoder(target.module, drafter, target.vocab_size, width, rule, rows, chunk)
+    return Decoder(target.module, drafter, target.vocab_size, width, rule, rows, chunk, policy)
 
 
 def capacity_for(longest: int, width: int) -> int:

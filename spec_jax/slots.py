@@ -23,6 +23,7 @@ from spec_jax.metrics import Completion
 from spec_jax.prefixes import SharedPrefixes
 from spec_jax.requests import MAX_INT, Layout, Request, row_arrays
 from spec_jax.results import completion
+from spec_jax.step_times import step_times
 from spec_jax.text import RowText, StringStop
 
 STOP_STEPS = 4
@@ -71,6 +72,7 @@ class Slots:
         self._cut: dict[int, StringStop] = {}
         self._cached: dict[int, int] = {}
         self._source = source
+        self._times = step_times(decoder, batch, capacity)
         self._newest: tuple[list[int], Prefilled] | None = None
         units = [r.prompt for i, r in enumerate(requests) if i == 0 or r.prompt != requests[i - 1].prompt]
         self._prefixes = SharedPrefixes(units, decoder.prefill_chunk)
@@ -84,7 +86,8 @@ class Slots:
         empty = self.decoder.blank(self.target.params, self.drafter_params, self.batch, self.capacity)
         rows = Rows(one, one, jnp.full(self.batch, LENGTH, jnp.int32), sampling, grammar_states)
         tokens = jnp.zeros((self.batch, self.capacity), jnp.int32)
-        state = start_state(tokens, rows, empty.cache, empty.drafter, self.layout.logprobs)
+        acceptance = self.decoder.start_acceptance(self.batch)
+        state = start_state(tokens, rows, empty.cache, empty.drafter, self.layout.logprobs, acceptance)
         return _owned(state, keep=self.layout.grammars)
 
     @property
@@ -192,9 +195,17 @@ class Slots:
             steps = min(steps, STOP_STEPS)
         live = sum(held is not None for held in self._held)
         min_live = live if until_end or self._waiting else 1
+        measuring = self._times is not None and not self._times.done
+        if measuring:
+            steps = min(steps, 1)
         limits = jnp.int32(steps), jnp.int32(min_live)
         arguments = (self.target.params, self.drafter_params, self.state, *limits)
+        if self._times is not None:
+            arguments = (*arguments, self._times.pace(self._times.next_order() if measuring else 0))
+        before = self.seconds[2]
         self.state = self._run("run", self.decoder, 2, arguments)
+        if measuring and steps:
+            self._times.add(live, self.seconds[2] - before)
         length, finish = jax.device_get((self.state.length, self.state.finish))
         self._length, self._finish = np.array(length), np.array(finish)
         self._stop_at_strings()

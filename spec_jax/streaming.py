@@ -56,7 +56,7 @@ def stream(
     prompt: Any,
     speculative_config: Any = None,
     sampling: Any = None,
-    verify_width: int | None = None,
+    verify_width: int | str | None = None,
     exact: bool | None = None,
     drafter: tuple[Any, Any] | None = None,
 ) -> TextStream:
@@ -79,7 +79,7 @@ def stream(
     prompts = list(prompt) if isinstance(prompt, (list, tuple)) and _holds_prompts(prompt) else [prompt]
     if len(prompts) != 1:
         raise ValueError(f"stream takes one prompt, not {len(prompts)}; use generate for several")
-    config = check_config(speculative_config, drafter)
+    config = check_config(speculative_config, drafter, verify_width)
     ids = encode_prompts(target, prompts)
     requests = make_requests(target, ids, per_prompt(sampling, 1), messages_of(prompts))
     if len(requests) != 1:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from spec_jax.config import SpeculativeConfig, choose_width, parse_speculative_config
+from spec_jax.config import SpeculativeConfig, auto_widths, choose_width, parse_speculative_config
 
 
 @pytest.mark.parametrize(
@@ -55,5 +55,9 @@ def test_the_default_width_holds_the_drafts_and_the_last_token(nodes, asked, wid
 def test_widths_that_cannot_hold_the_drafts_are_refused():
     with pytest.raises(ValueError, match="verify_width=4 cannot hold 4"):
         choose_width(4, 4)
-    with pytest.raises(ValueError, match="'auto' is not supported yet"):
-        choose_width(4, "auto")
+    assert (choose_width(4, "auto"), auto_widths(5), auto_widths(8), auto_widths(16)) == (
+        5,
+        (1, 4, 5),
+        (1, 4, 8),
+        (1, 4, 8, 16),
+    )

@@ -61,6 +61,7 @@ class Draft:
       parents: int32 [nodes] or [batch, nodes] of a `dynamic_tree` drafter; None: the drafter's static `parents`.
       auxiliary: bool [nodes], rows that ride along in the forward pass and are never accepted; they follow the others.
       target_cache: the target's cache, where the drafter wrote to it beyond `length`; verification writes it again.
+      kind: int32 [batch], which kind of proposal this is, an index of the drafter's `priors`; None: there is but one.
     """
 
     tokens: jax.Array
@@ -69,6 +70,7 @@ class Draft:
     parents: jax.Array | None = None
     auxiliary: jax.Array | None = None
     target_cache: KVCache | None = None
+    kind: jax.Array | None = None
 
 
 @flax.struct.dataclass
@@ -81,7 +83,8 @@ class Seen:
       start: int32 [batch], absolute position of tokens[:, 0].
       count: int32 [batch], the leading rows that are committed (0 for a finished row).
       features: {layer: [batch, rows, embed]} along the accepted path, in the same order.
-      logits: float32 [batch, width, vocab] of every row in flight, None for a prefill chunk unless asked for.
+      logits: float32 [batch, width, vocab] of every row in flight, None for a prefill chunk unless asked for. Rows of
+        nodes that were not verified (beyond the draft's count) mean nothing.
       path: int32 [batch, rows], the row in flight that each token came from.
       prefill: whether this is a chunk of the prompt; every row's earlier chunks have been seen.
     """
@@ -153,12 +156,15 @@ class Drafter(Protocol):
       parents: parents of the nodes, -1 for children of the last committed token; None: a chain.
       dynamic_tree: whether `propose` returns parents of its own.
       needs: what `commit` wants from the target.
+      priors: per kind of proposal the acceptance rate to assume before any was verified; a draft length policy keeps
+        the kinds' acceptance apart, see `Draft.kind`.
     """
 
     num_nodes: int
     parents: tuple[int, ...] | None
     dynamic_tree: bool
     needs: Needs
+    priors: tuple[float, ...]
 
     def init(self, params: Any, target: TargetView, batch: int, capacity: int) -> Any:
         """The state before anything was seen, a pytree of fixed shape."""
@@ -191,6 +197,7 @@ class BaseDrafter:
     parents: tuple[int, ...] | None = None
     dynamic_tree: bool = False
     needs: Needs = Needs()
+    priors: tuple[float, ...] = (0.7,)
 
     def init(self, params, target, batch, capacity):
         return ()

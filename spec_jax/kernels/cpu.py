@@ -34,7 +34,12 @@ PANEL = 16
 COMPILERS = ("c++", "g++", "clang++")
 # No instruction set is named: the compiler takes what this machine has. Multiply-add must fuse everywhere or nowhere.
 FLAGS = ("-O2", "-std=c++17", "-march=native", "-ffp-contract=fast", "-fPIC", "-shared", "-w")
-_TARGETS = {"product": "SpecJaxProduct", "rms_norm": "SpecJaxNorm", "attention": "SpecJaxAttention"}
+_TARGETS = {
+    "product": "SpecJaxProduct",
+    "rms_norm": "SpecJaxNorm",
+    "attention": "SpecJaxAttention",
+    "read": "SpecJaxRead",
+}
 
 
 @functools.lru_cache
@@ -108,6 +113,15 @@ def _owner(folder: Path) -> int:
     return folder.stat().st_uid if hasattr(os, "getuid") else 0
 
 
+def _require() -> None:
+    reason = unavailable()
+    if reason is not None:
+        raise ValueError(
+            f"this model is packed for spec_jax's CPU kernels, which cannot be used here: {reason}; load it with "
+            "cpu_kernels=False"
+        )
+
+
 def product(x: jax.Array, weight: jax.Array, outputs: int, active: jax.Array, bias=None, dtype=None) -> jax.Array:
     """x [rows, inputs] times a packed weight, plus bias: [rows, outputs], accumulated in float32.
 
@@ -117,6 +131,7 @@ def product(x: jax.Array, weight: jax.Array, outputs: int, active: jax.Array, bi
       bias: [outputs] in the result's dtype, or None.
       dtype: of the result; x's by default, or float32.
     """
+    _require()
     dtype = x.dtype if dtype is None else dtype
     bias = jnp.zeros(0, dtype) if bias is None else bias
     call = jax.ffi.ffi_call("spec_jax_product", jax.ShapeDtypeStruct((x.shape[0], outputs), dtype))
@@ -125,6 +140,7 @@ def product(x: jax.Array, weight: jax.Array, outputs: int, active: jax.Array, bi
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, active: jax.Array) -> jax.Array:
     """Root-mean-square norm over the last axis of x [rows, ..., size]; rows that are not `active` become zeros."""
+    _require()
     call = jax.ffi.ffi_call("spec_jax_rms_norm", jax.ShapeDtypeStruct(x.shape, x.dtype))
     return call(x, weight, active, eps=np.float32(eps))
 
@@ -153,6 +169,13 @@ def attention(
     Returns:
       [batch, width, heads, head_dim], and k and v with the rows written.
     """
+    _require()
     results = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v))
     call = jax.ffi.ffi_call("spec_jax_attention", results, input_output_aliases={3: 1, 4: 2})
     return tuple(call(q, k_new, v_new, k, v, start, ancestors, active.reshape(-1), write))
+
+
+def read(x: jax.Array) -> jax.Array:
+    """Reads float32 x once, to measure the memory's bandwidth: float32 [1], the sum of (nearly) all of it."""
+    _require()
+    return jax.ffi.ffi_call("spec_jax_read", jax.ShapeDtypeStruct((1,), jnp.float32))(x)

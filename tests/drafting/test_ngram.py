@@ -41,7 +41,7 @@ def proposals(texts, k, longest=3, shortest=1, fill=0):
     for row, text in enumerate(texts):
         tokens[row, : len(text)] = text
     lengths = jnp.asarray([len(t) for t in texts], jnp.int32)
-    drafted, count = _lookup(jnp.asarray(tokens), lengths, k, longest, shortest)
+    drafted, count, _ = _lookup(jnp.asarray(tokens), lengths, k, longest, shortest)
     return [d[:c].tolist() for d, c in zip(np.asarray(drafted), np.asarray(count), strict=True)]
 
 
