@@ -19,6 +19,7 @@ import numpy as np
 
 import spec_jax
 from spec_jax.models.config import tensor_specs
+from spec_jax.models.packing import unpack_params
 from spec_jax.prompts import read_prompts
 
 NEAR_TIE = 1e-3
@@ -45,12 +46,13 @@ def transformers_model(target):
     )
     model = transformers.LlamaForCausalLM(config).eval()
     state = {}
+    params = unpack_params(target.params, c) if target.module.packed else target.params
     for name, spec in tensor_specs(c).items():
-        array = target.params
+        array = params
         for part in spec.path:
             array = array[part]
         array = np.asarray(array, np.float32)
-        state[name] = torch.from_numpy(np.ascontiguousarray(array.T if spec.transpose else array))
+        state[name] = torch.from_numpy(np.array(array.T if spec.transpose else array))  # a copy, which torch may write
     missing, unexpected = model.load_state_dict(state, strict=False)
     if unexpected or set(missing) - {"lm_head.weight"}:
         raise ValueError(f"parameters do not fit transformers' model: missing {missing}, unexpected {unexpected}")

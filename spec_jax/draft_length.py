@@ -57,14 +57,15 @@ class CostModel:
         width: rows that are not needed are not computed, so a step costs what its rows cost.
       priors: per kind of proposal (`Draft.kind`) the acceptance rate that is assumed as long as nothing was seen.
       weight: draft tokens that the prior counts as.
-      fade: weight of what was seen, per step with a proposal of its kind, whether it was verified or not: a drafter
-        that was given up is tried again.
+      fade: weight of what was seen, per step that verifies a proposal of its kind.
+      rest: the same for steps that do not, so that a drafter that was given up is tried again, now and then.
     """
 
     widths: tuple[int, ...]
     priors: tuple[float, ...] = (0.7,)
     weight: float = 4.0
-    fade: float = 0.9
+    fade: float = 0.95
+    rest: float = 0.99
 
     def init(self, batch: int) -> Acceptance:
         zero = jnp.zeros((batch, len(self.priors)), jnp.float32)
@@ -129,7 +130,7 @@ class CostModel:
         """The counts after a step that verified `drafted` and accepted `accepted` tokens, int32 [batch]."""
         mine = (jnp.arange(len(self.priors)) == kind[:, None]) & live[:, None]
         tried = jnp.minimum(accepted + 1, drafted)
-        past = jnp.where(mine, self.fade, 1.0)
+        past = jnp.where(mine, jnp.where(drafted > 0, self.fade, self.rest)[:, None], 1.0)
         return Acceptance(
             seen.accepted * past + jnp.where(mine, accepted[:, None], 0),
             seen.tried * past + jnp.where(mine, tried[:, None], 0),

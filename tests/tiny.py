@@ -25,6 +25,7 @@ from spec_jax.generation import capacity_for, generate
 from spec_jax.models.config import LlamaConfig
 from spec_jax.models.llama import Llama, init_params
 from spec_jax.models.model import Model
+from spec_jax.models.packing import pack_params
 from spec_jax.models.rope import inverse_frequencies
 from spec_jax.requests import sampling_state
 from spec_jax.sampling import SamplingState
@@ -93,6 +94,13 @@ def model_of(module, params, usable=None, name="toy", tokenizer=None, eos=()):
         max_model_len=module.config.max_position_embeddings,
         vocab_size=usable or module.config.vocab_size,
     )
+
+
+@functools.lru_cache
+def packed(model):
+    """The same model with its weights packed for the CPU kernels."""
+    module = Llama(model.config, model.module.dtype, packed=True)
+    return dataclasses.replace(model, module=module, params=pack_params(dict(model.params)))
 
 
 def markov(table: np.ndarray, context: int = 64, pad_vocab: int = 0) -> Model:
@@ -203,7 +211,7 @@ def truncated(model: Model, layers: tuple[int, ...]) -> Model:
 def decoder_of(model: Model, drafter, batch: int, width: int = 8, rule: str = "coupled") -> Decoder:
     """The decoder that `generate` would use, so that both share their compiled programs."""
     rows = row_blocks(None, batch, width, model.module)
-    return Decoder(model.module, drafter, model.vocab_size, width, rule, rows, min(rows.block, 64))
+    return Decoder(model.module, drafter, model.vocab_size, width, rule, rows, min(rows.block or 64, 64))
 
 
 def greedy_state(batch: int) -> SamplingState:

@@ -1,0 +1,218 @@
+"""`verify_width="auto"`: the policy against brute force, the step times, and the text, which never changes."""
+
+import dataclasses
+import itertools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+import spec_jax
+from spec_jax import step_times
+from spec_jax.decode import Decoder
+from spec_jax.draft_length import Acceptance, CostModel, default_pace
+from spec_jax.drafting.ngram import NGramDrafter
+from spec_jax.generation import generate, make_decoder
+from spec_jax.models.layers import RowBlocks
+from spec_jax.sampling_params import SamplingParams
+
+NODES = 4
+
+
+@pytest.fixture(autouse=True)
+def nothing_measured(monkeypatch):
+    """Every test measures its own steps, in which drafts are ordered: what is accepted does not hang on the clock."""
+    monkeypatch.setattr(step_times, "_known", type(step_times._known)())
+
+
+def choose(policy, rates, counts, live, times):
+    """The policy's choice for rows whose acceptance rates are known well."""
+    tried = jnp.full((len(rates), 1), 1e6)
+    seen = Acceptance(jnp.asarray(rates, jnp.float32)[:, None] * tried, tried)
+    kind, count = jnp.zeros(len(rates), jnp.int32), jnp.asarray(counts, jnp.int32)
+    chosen = policy.choose(seen, kind, count, jnp.asarray(live), NODES, jnp.asarray(times, jnp.float32))
+    return np.asarray(chosen)
+
+
+def speed(rates, lengths, live, seconds):
+    """Tokens per second when row i drafts lengths[i] tokens that are accepted one after another with rates[i]."""
+    return (
+        sum(sum(r**j for j in range(n + 1)) for r, n, alive in zip(rates, lengths, live, strict=True) if alive)
+        / seconds
+    )
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_other_choice_of_lengths_is_faster(seed):
+    rng = np.random.default_rng(seed)
+    rates, counts = rng.uniform(0.05, 0.95, 3), rng.integers(0, NODES + 1, 3)
+    live = np.array([True, seed % 3 != 0, True])
+    times = 1 + np.cumsum(rng.uniform(0, 0.6 if seed % 2 else 0.1, 3 * (NODES + 1) + 1))
+    lengths = choose(CostModel((NODES + 1,)), rates, counts, live, times)
+    assert (lengths <= counts).all() and (lengths[~live] == 0).all()
+
+    def by_rows(lengths):
+        return speed(rates, lengths, live, times[live.sum() + sum(lengths)])
+
+    options = itertools.product(*(range(c + 1) if alive else (0,) for c, alive in zip(counts, live, strict=True)))
+    assert by_rows(lengths) == pytest.approx(max(map(by_rows, options)), rel=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_where_every_row_pays_for_the_widest_all_use_it(seed):
+    rng = np.random.default_rng(100 + seed)
+    rates, counts, live = rng.uniform(0.05, 0.95, 3), rng.integers(0, NODES + 1, 3), np.ones(3, bool)
+    times = 1 + np.cumsum(rng.uniform(0, 0.4, 3 * (NODES + 1) + 1))
+    widths = (1, 3, NODES + 1)
+    lengths = choose(CostModel(widths), rates, counts, live, times)
+
+    def by_width(width):
+        return speed(rates, np.minimum(counts, width - 1), live, times[3 * width])
+
+    best = max(widths, key=by_width)
+    assert (lengths == np.minimum(counts, best - 1)).all()
+
+
+def test_acceptance_is_counted_by_row_and_kind_and_fades():
+    policy = CostModel((5,), priors=(0.5, 0.5), fade=0.5, rest=0.25)
+    seen = policy.init(3)
+    both = jnp.asarray([0, 1, 1]), jnp.asarray([True, True, False])
+    drafted, accepted = jnp.asarray([4, 3, 3]), jnp.asarray([2, 3, 3])
+    for _ in range(2):
+        seen = policy.observe(seen, both[0], drafted, accepted, both[1])
+    np.testing.assert_allclose(seen.accepted, [[3, 0], [0, 4.5], [0, 0]])  # 2 + 2/2, 3 + 3/2; a finished row: nothing
+    np.testing.assert_allclose(seen.tried, [[4.5, 0], [0, 4.5], [0, 0]])  # two accepted and one refused; three accepted
+    seen = policy.observe(seen, both[0], jnp.zeros(3, jnp.int32), jnp.zeros(3, jnp.int32), both[1])
+    np.testing.assert_allclose(seen.tried, [[1.125, 0], [0, 1.125], [0, 0]])
+
+
+def test_a_drafter_that_never_hits_is_given_up_and_tried_again():
+    policy, nodes = CostModel((4,)), 3
+    seen, chosen = policy.init(1), []
+    kind, live, times = jnp.zeros(1, jnp.int32), jnp.ones(1, bool), 1 + 0.3 * jnp.arange(5)
+    for _ in range(400):
+        count = policy.choose(seen, kind, jnp.full(1, 3), live, nodes, times)
+        chosen.append(int(count[0]))
+        seen = policy.observe(seen, kind, count, jnp.zeros(1, jnp.int32), live)
+    assert chosen[0] > 0 and sum(c > 0 for c in chosen) < 60 and any(chosen[200:])
+
+
+# --- Step times -------------------------------------------------------------------------------------------------------
+
+
+def measured(seconds_of, nodes=3, batch=1, widths=None):
+    times = step_times.StepTimes(nodes, batch, widths or (nodes + 1,))
+    while not times.done:
+        assert not bool((times.pace(times.next_order()).times != 1).any())
+        times.add(batch, seconds_of(times.next_order()))
+    return times.pace()
+
+
+def test_step_times_are_the_fastest_measured_and_never_fall():
+    noise = iter(np.tile([5.0, 0.0, 0.3, 0.1], 100))  # the first round compiles and warms up
+    exact = {-1: 1.0, 1: 1.5, 2: 1.8, 4: 1.7}
+    pace = measured(lambda order: exact[order])
+    np.testing.assert_allclose(pace.times, [1.0, 1.0, 1.3, 1.3, 1.3], rtol=1e-6)  # without the drafting, 0.5
+    assert float(pace.draft) == pytest.approx(0.5) and int(pace.forced) == 0
+    assert bool((measured(lambda order: exact[order] + next(noise)).times >= pace.times - 1e-6).all())
+
+
+def test_step_times_of_a_batch_cover_every_number_of_rows():
+    pace = measured(lambda order: 2.0 if order < 0 else 2.0 + 0.1 * order, nodes=3, batch=4)
+    assert pace.times.shape == (17,) and float(pace.times[16]) == pytest.approx(2.3, abs=1e-5)
+    by_width = measured(lambda order: 1.0 + (order > 1), nodes=7, batch=2, widths=(1, 4, 8))
+    assert float(by_width.times[2]) == pytest.approx(1.0) and float(by_width.times[16]) == pytest.approx(2.0)
+
+
+# --- The text ---------------------------------------------------------------------------------------------------------
+
+MODELS = {"XLA": lambda: tiny.tiny(), "packed": lambda: tiny.packed(tiny.tiny())}
+LENGTHS = (3, 9, 1, 5)
+
+
+def drafters(name, model, texts):
+    if name in ("oracle", "anti"):
+        return None, tiny.script(texts, 5, {"oracle": (), "anti": "all"}[name])
+    return {
+        "ngram": {"method": "ngram", "num_speculative_tokens": 5},
+        "layer_skip": {"method": "layer_skip", "num_speculative_tokens": 3, "exit_layer": 2},
+        "draft_model": {"method": "draft_model", "num_speculative_tokens": 5, "model": tiny.perturbed(model, 0.1)},
+    }[name], None
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("name", ["oracle", "anti", "ngram", "layer_skip", "draft_model"])
+def test_the_text_is_that_of_plain_decoding(name, kind):
+    """In more slots than prompts and fewer, greedy and sampled, with drafts that all hit and that never do."""
+    model = MODELS[kind]()
+    prompts = [p * 2 for p in tiny.prompts_of(model, LENGTHS, seed=4)]
+    for temperature in (0.0, 0.8):
+        params = SamplingParams(max_tokens=40, temperature=temperature, seed=3, logprobs=1)
+        plain = generate(model, prompts, None, params)
+        config, pair = drafters(name, model, [p + s.token_ids for p, s in zip(prompts, plain.sequences, strict=True)])
+        for slots in (2, None) if pair is None else (None,):
+            result = generate(model, prompts, config, params, verify_width="auto", drafter=pair, max_batch_size=slots)
+            assert result.exactness == "E2"
+            for ours, theirs in zip(result.sequences, plain.sequences, strict=True):
+                assert (ours.token_ids, ours.logprobs) == (theirs.token_ids, theirs.logprobs)
+            accepted = result.stats.num_accepted_tokens
+            assert (accepted == 0) if name == "anti" else (accepted > 0)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("forced", [-1, 0, 2, 6])
+def test_orders_and_prices_change_the_steps_and_not_the_text(kind, forced):
+    """An order sets the drafts of every step; where a row costs a thousandfold, none is made."""
+    model = MODELS[kind]()
+    prompts = tiny.prompts_of(model, (4, 9), seed=2)
+    want = generate(model, prompts, None, SamplingParams(max_tokens=24)).sequences
+    drafter, params = tiny.script([p + s.token_ids for p, s in zip(prompts, want, strict=True)], 5)
+    widths = (6,) if kind == "packed" else (1, 4, 6)
+    decoder = dataclasses.replace(tiny.decoder_of(model, drafter, 2, width=6), policy=CostModel(widths))
+    state = tiny.start(decoder, model, params, prompts, 24).replace(acceptance=decoder.start_acceptance(2))
+    pace = default_pace(2, 5).replace(forced=jnp.int32(forced))
+    dear = pace.replace(times=jnp.where(jnp.arange(13) > 2, 1000.0, 1.0))
+    cheap, costly = (decoder.run(model.params, params, state, jnp.int32(100), pace=p) for p in (pace, dear))
+    for found in (cheap, costly):
+        for row, sequence in enumerate(want):
+            start = len(prompts[row])
+            assert np.asarray(found.tokens)[row, start : start + 24].tolist() == sequence.token_ids
+    assert int(costly.steps) == 24
+    assert int(cheap.steps) == 24 if forced == -1 else 4 <= int(cheap.steps) <= 6
+
+
+def test_the_first_steps_of_a_call_measure_and_later_calls_know():
+    model = tiny.packed(tiny.tiny())
+    config = {"method": "ngram", "verify_width": "auto"}
+    params = SamplingParams(max_tokens=60)
+    first = generate(model, [[5, 6, 5, 6]], config, params)
+    (known,) = step_times._known.values()
+    assert known.done and first.verify_width == 8
+    assert (np.diff(known.pace().times) >= 0).all() and float(known.pace().times[1]) > 0
+    again = generate(model, [[5, 6, 5, 6]], config, params)
+    assert len(step_times._known) == 1
+    assert again.sequences[0].token_ids == first.sequences[0].token_ids
+    assert "".join(spec_jax.stream(model, [5, 6, 5, 6], config, params) if model.tokenizer else []) == ""
+
+
+def test_auto_needs_a_chain_and_a_drafter_to_switch():
+    model = tiny.tiny()
+    with pytest.raises(ValueError, match="needs a drafter of chains"):
+        generate(model, [[1, 2]], None, {"max_tokens": 4}, drafter=(tiny.TreeDrafter(), ()), verify_width="auto")
+    plain = generate(model, [[1, 2]], None, {"max_tokens": 4}, verify_width="auto")
+    assert plain.sequences[0].token_ids == generate(model, [[1, 2]], None, {"max_tokens": 4}).sequences[0].token_ids
+    with pytest.raises(ValueError, match="must end with the decoder's 8"):
+        Decoder(model.module, NGramDrafter(7), 97, 8, "coupled", RowBlocks(), 32, CostModel((1, 4)))
+    init, run = make_decoder(model, NGramDrafter(5), verify_width="auto")
+    assert init.__self__.width == 6 and run.__self__.policy.widths == (1, 4, 6)
+
+
+def test_the_first_token_of_a_draft_is_worth_what_its_kind_was():
+    """n-gram proposals behind a longer match are another kind, whose acceptance is kept apart."""
+    tokens = jnp.asarray([[1, 2, 3, 4, 1, 2, 3, 0], [9, 2, 8, 7, 5, 2, 0, 0]], jnp.int32)
+    drafter = NGramDrafter(3)
+    view = type("View", (), {"tokens": tokens, "length": jnp.asarray([7, 6])})
+    draft, _ = drafter.propose((), (), view)
+    assert draft.kind.tolist() == [3, 1]
+    assert len(drafter.priors) == 4 and list(drafter.priors) == sorted(drafter.priors)
