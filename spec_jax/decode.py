@@ -190,7 +190,8 @@ class Decoder:
             )
         kind = _kind(draft, live)
         count = self.policy.choose(state.acceptance, kind, draft.count, live, nodes, pace.times)
-        return draft.replace(count=count), drafter_state
+        ordered = jnp.minimum(draft.count, jnp.maximum(pace.forced - 1, 0))
+        return draft.replace(count=jnp.where(pace.forced == 0, count, ordered)), drafter_state
 
     def forward(
         self, params: Any, state: DecodeState, draft: Draft, pace: Pace | None = None

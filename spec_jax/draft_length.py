@@ -21,7 +21,7 @@ class Pace:
     Attributes:
       times: float32 [batch * (nodes + 1) + 1], seconds of a step that computes n rows of the target, drafting left out.
       draft: float32 [], seconds of one proposal.
-      forced: int32 []; 0: the policy decides; n > 0: every row proposes and computes at least n rows; -1: none
+      forced: int32 []; 0: the policy decides; n > 0: every row proposes and computes n rows, drafts or not; -1: none
         proposes.
     """
 
