@@ -13,6 +13,7 @@ _MODULES = {
     "SamplingParams": "spec_jax.sampling_params",
     "SpeculativeConfig": "spec_jax.config",
     "check_exactness": "spec_jax.exactness",
+    "enable_compilation_cache": "spec_jax.compilation",
     "generate": "spec_jax.generation",
     "load_model": "spec_jax.models.loading",
     "make_decoder": "spec_jax.generation",

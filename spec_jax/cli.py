@@ -94,12 +94,19 @@ def _add_bench(commands: Any) -> None:
         "--max-prompts", type=int, default=1, help="prompts per category; 0 is all (default: %(default)s)"
     )
     parser.add_argument("--max-tokens", type=int, default=48, help="per prompt (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=2, help="medians are over these (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, help="medians are over these (default: 2, with --profile 7)")
     parser.add_argument("--batch-size", type=int, default=1, help="default: %(default)s")
     parser.add_argument("--temperature", type=float, default=0.0, help="default: %(default)s, which is greedy")
     parser.add_argument("--verify-width", type=cli_generate.width, metavar="W", help="rows per target step, or auto")
     parser.add_argument("--exact", action=argparse.BooleanOptionalAction, default=None, help="as in `generate`")
-    parser.add_argument("--logdir", metavar="FOLDER", help="write TensorBoard scalars, one step per repeat")
+    parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="show instead where the time and the memory of a step go, on the first prompts as one batch",
+    )
+    parser.add_argument(
+        "--logdir", metavar="FOLDER", help="write TensorBoard scalars, one step per repeat; with --profile a trace"
+    )
 
 
 def _add_models(commands: Any) -> None:
@@ -121,36 +128,42 @@ def _add_doctor(commands: Any) -> None:
 def _bench(arguments: argparse.Namespace) -> int:
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from spec_jax import bench
+    from spec_jax import bench, profile_view, profiling
     from spec_jax.prompts import read_prompts
 
     prompts = None if arguments.prompts is None else read_prompts(arguments.prompts)
     draft_model = arguments.draft_model
     methods = _bench_methods(arguments.methods, draft_model)
     bench.plan_runs(methods, draft_model, arguments.verify_width, arguments.exact)  # refuse before loading weights
+    spec_jax.enable_compilation_cache()
     target = spec_jax.load_model(arguments.model, dtype=arguments.dtype)
     if draft_model is not None:
         draft_model = spec_jax.load_model(draft_model, dtype=arguments.dtype)
+    measure = profiling.profile if arguments.profile else bench.run_bench
+    repeats = {} if arguments.repeats is None else {"repeats": arguments.repeats}
     count, description = TextColumn("{task.completed}/{task.total}"), TextColumn("{task.description}", markup=False)
     with Progress(count, BarColumn(), TimeElapsedColumn(), description, console=console()) as bar:
         task = bar.add_task("starting", total=None)
-        report = bench.run_bench(
+        report = measure(
             target,
             methods=methods,
             draft_model=draft_model,
             prompts=prompts,
             max_prompts=arguments.max_prompts or None,
             max_tokens=arguments.max_tokens,
-            repeats=arguments.repeats,
             batch_size=arguments.batch_size,
             temperature=arguments.temperature,
             verify_width=arguments.verify_width,
             exact=arguments.exact,
             logdir=arguments.logdir,
             progress=lambda done, total, text: bar.update(task, completed=done, total=total, description=text),
+            **repeats,
         )
     if arguments.json:
         print_json(report)
+    elif arguments.profile:
+        for part in profile_view.tables(report):
+            console(stderr=False).print(part)
     else:
         console(stderr=False).print(bench.table(report))
         spent = ", ".join(f"{part} {seconds:.0f} s" for part, seconds in report["seconds"].items())

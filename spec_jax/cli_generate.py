@@ -147,6 +147,7 @@ def run(arguments: argparse.Namespace) -> int:
     schema = None if arguments.json_schema is None else _schema(arguments.json_schema)
     listed = None if arguments.prompts is None else read_prompts(arguments.prompts)
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    spec_jax.enable_compilation_cache()
     target = spec_jax.load_model(arguments.model, dtype=arguments.dtype)
     prompts = _model_inputs(target, arguments, prompt, listed)
     mask_fn = _grammar(arguments.regex, schema, target)

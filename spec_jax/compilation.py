@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import collections
+import hashlib
+import os
 import time
+from pathlib import Path
 from typing import Any
 
 import jax
 
+from spec_jax import environment, hub
 from spec_jax.decode import Decoder
 
 KEPT = 64
@@ -38,6 +42,35 @@ def compiled(decoder: Decoder, name: str, *arguments: Any) -> tuple[Any, float]:
         _programs.popitem(last=False)
     _compilations += 1
     return program, time.perf_counter() - start
+
+
+def enable_compilation_cache(folder: str | os.PathLike[str] | None = None) -> Path | None:
+    """Keeps compiled programs on disk (JAX's persistent compilation cache), so that later processes need not compile.
+
+    The command line does this by itself. A cache that was set up already, by `jax.config` or the environment variable
+    JAX_COMPILATION_CACHE_DIR, is left as it is; SPEC_JAX_COMPILATION_CACHE=0 turns this function off.
+
+    Args:
+      folder: where; None: beside the models, one folder per kind of processor, since programs for a CPU run on no other.
+
+    Returns:
+      The folder in use, or None where there is none.
+    """
+    if os.environ.get("SPEC_JAX_COMPILATION_CACHE", "1") == "0":
+        return None
+    if jax.config.jax_compilation_cache_dir:
+        return Path(jax.config.jax_compilation_cache_dir)
+    if folder is None:
+        kind = hashlib.sha256(environment.processor().encode()).hexdigest()[:12]
+        folder = hub.cache_folder() / "programs" / kind
+    path = Path(folder).expanduser()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return None  # a home that cannot be written costs the time of compiling, nothing else
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    return path
 
 
 def program_count() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import spec_jax
@@ -24,6 +25,15 @@ def cpu_cores() -> int:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # not offered on macOS and Windows
         return os.cpu_count() or 1
+
+
+def processor() -> str:
+    """What tells one processor's instructions from another's; a cache folder may be shared between machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return "|".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}))
 
 
 def devices() -> list[dict[str, Any]]:

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spec_jax import hub
+from spec_jax import environment, hub
 
 SOURCE = Path(__file__).with_name("cpu.cc")
 SWITCH = "SPEC_JAX_CPU_KERNELS"
@@ -70,7 +70,7 @@ def _built(compiler: str) -> Path:
     """The shared library, compiled unless the cache folder holds it for this source, JAX, compiler and processor."""
     include = jax.ffi.include_dir()
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
-    parts = (SOURCE.read_text(), *FLAGS, jax.__version__, version, platform.machine(), _processor())
+    parts = (SOURCE.read_text(), *FLAGS, jax.__version__, version, platform.machine(), environment.processor())
     name = f"cpu-{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:16]}.so"
     for folder in (hub.cache_folder() / "kernels", Path(tempfile.gettempdir()) / f"spec_jax-{_user()}"):
         with contextlib.suppress(OSError):
@@ -94,15 +94,6 @@ def _compile(compiler: str, include: str, library: Path) -> None:
         os.replace(temporary, library)
     finally:
         Path(temporary).unlink(missing_ok=True)
-
-
-def _processor() -> str:
-    """What tells one processor's instructions from another's; a cache folder may be shared between machines."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return "|".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}))
 
 
 def _user() -> int:
