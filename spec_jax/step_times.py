@@ -91,3 +91,13 @@ def step_times(decoder: Decoder, batch: int, capacity: int) -> StepTimes | None:
             _known.popitem(last=False)
     _known.move_to_end(key)
     return _known[key]
+
+
+def latest() -> StepTimes | None:
+    """The step times used last, if any."""
+    return next(reversed(_known.values()), None)
+
+
+def forget() -> None:
+    """Measures anew in the calls that follow."""
+    _known.clear()
