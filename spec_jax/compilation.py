@@ -51,7 +51,7 @@ def enable_compilation_cache(folder: str | os.PathLike[str] | None = None) -> Pa
     JAX_COMPILATION_CACHE_DIR, is left as it is; SPEC_JAX_COMPILATION_CACHE=0 turns this function off.
 
     Args:
-      folder: where; None: beside the models, one folder per kind of processor, since programs for a CPU run on no other.
+      folder: where; None: beside the models, one folder per kind of processor, for which programs are made.
 
     Returns:
       The folder in use, or None where there is none.

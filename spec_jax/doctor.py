@@ -47,9 +47,13 @@ def _is_cached(entry: hub.HubModel) -> bool:
 
 
 def kernels() -> list[dict[str, Any]]:
-    """The attention implementations and whether they can be used here."""
+    """The kernels and whether they can be used here."""
+    from spec_jax.kernels import cpu
+
+    reason = cpu.unavailable()
     platforms = ", ".join(sorted({device["platform"] for device in environment.devices()}))
     return [
+        {"name": "CPU kernels", "available": reason is None, "note": reason or "products, norms and attention"},
         {"name": "attention: XLA reference", "available": True, "note": f"runs on {platforms}"},
         {"name": "attention: TPU kernel", "available": False, "note": "not part of this version"},
         {"name": "attention: GPU kernel", "available": False, "note": "not part of this version"},
@@ -63,7 +67,7 @@ def measure_exactness(target: Any, dtype: str) -> dict[str, Any]:
         "model": target.name,
         "dtype": dtype,
         "level": found.level,
-        "row_block": int(found.row_block),
+        "row_block": found.row_block,
         "checks": [
             {
                 "name": check.name,
@@ -78,6 +82,7 @@ def measure_exactness(target: Any, dtype: str) -> dict[str, Any]:
 
 def random_model(dtype: str) -> Any:
     """A small Llama with random weights whose products are long enough to show how sums are ordered."""
+    from spec_jax.kernels import cpu
     from spec_jax.models.config import LlamaConfig
     from spec_jax.models.llama import Llama, init_params
 
@@ -91,7 +96,7 @@ def random_model(dtype: str) -> Any:
         head_dim=32,
         tie_embeddings=True,
     )
-    module = Llama(config, dtype)
+    module = Llama(config, dtype, packed=cpu.unavailable() is None)
     return spec_jax.Model(
         module=module,
         params=init_params(module),
@@ -124,7 +129,8 @@ def tables(report: dict[str, Any]) -> list[Any]:
     for kernel in report["kernels"]:
         kernels_table.add_row(kernel["name"], _yes_no(kernel["available"]), kernel["note"])
     found = report["exactness"]
-    title = f"exactness {found['level']}, row block {found['row_block']}, {found['dtype']}, {found['model']}"
+    block = "rows independent" if found["row_block"] is None else f"row block {found['row_block']}"
+    title = f"exactness {found['level']}, {block}, {found['dtype']}, {found['model']}"
     exactness = _table(title, "check", "needed for", "bit-identical", "largest difference")
     exactness.caption = f"{found['level']}: {LEVELS[found['level']]}"
     for check in found["checks"]:

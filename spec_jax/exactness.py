@@ -112,14 +112,14 @@ class ExactnessReport:
 
     Attributes:
       level: the highest level all of whose checks passed.
-      row_block: rows of one canonical block.
+      row_block: rows of one canonical block; None where rows are independent of each other (CPU kernels).
       dtype: the model's dtype.
       device: what it ran on.
       checks: every comparison.
     """
 
     level: str
-    row_block: int
+    row_block: int | None
     dtype: str
     device: str
     checks: tuple[Check, ...]

@@ -1,4 +1,4 @@
-"""Our own CPU kernels (`cpu.cc`): compiled on first use where the machine has a compiler, and never required.
+"""Our own CPU kernels (C++ in `native/`): compiled on first use where the machine has a compiler, and never required.
 
 XLA's products of a few rows neither reach the memory's bandwidth nor round alike at every row count. These do both:
 every result has one fixed order of additions, so that exactness E2 needs no padding, and rows that a step does not need
@@ -14,10 +14,11 @@ import functools
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
-import warnings
+from importlib import metadata
 from pathlib import Path
 
 import jax
@@ -26,14 +27,17 @@ import numpy as np
 
 from spec_jax import environment, hub
 
-SOURCE = Path(__file__).with_name("cpu.cc")
+SOURCES = Path(__file__).with_name("native")
 SWITCH = "SPEC_JAX_CPU_KERNELS"
 """Environment variable; 0 leaves the kernels out."""
 PANEL = 16
 """Outputs that lie together in a packed weight [outputs / PANEL, inputs, PANEL]."""
+DTYPES = (jnp.dtype("float32"), jnp.dtype("bfloat16"))
+FAILED = "they could not be compiled with"
 COMPILERS = ("c++", "g++", "clang++")
-# No instruction set is named: the compiler takes what this machine has. Multiply-add must fuse everywhere or nowhere.
-FLAGS = ("-O2", "-std=c++17", "-march=native", "-ffp-contract=fast", "-fPIC", "-shared", "-w")
+# No instruction set is named: the compiler takes what this machine has. Where multiply-add fuses stands in the code,
+# since a compiler that fuses here and not there would make bits depend on the row count.
+FLAGS = ("-O2", "-std=c++17", "-march=native", "-ffp-contract=off", "-fPIC", "-shared", "-w")
 _TARGETS = {
     "product": "SpecJaxProduct",
     "rms_norm": "SpecJaxNorm",
@@ -49,16 +53,13 @@ def unavailable() -> str | None:
         return f"the default device is a {jax.default_backend()}"
     if os.environ.get(SWITCH, "1") == "0":
         return f"{SWITCH}=0 is set"
-    compiler = os.environ.get("CXX") or next(filter(shutil.which, COMPILERS), None)
-    if compiler is None:
+    compiler = shlex.split(os.environ.get("CXX", "")) or [c for c in COMPILERS if shutil.which(c)][:1]
+    if not compiler:
         return f"no C++ compiler was found (looked for {', '.join(COMPILERS)}; CXX may name another)"
     try:
-        library = ctypes.cdll.LoadLibrary(str(_built(compiler)))
-    except (OSError, subprocess.SubprocessError) as error:
-        detail = getattr(error, "stderr", None) or str(error)
-        reason = f"they could not be compiled with {compiler}: {detail.strip().splitlines()[0][:300]}"
-        warnings.warn(f"the CPU kernels are not used, XLA's slower products are: {reason}", stacklevel=2)
-        return reason
+        library = _loaded(compiler)
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        return f"{FAILED} {shlex.join(compiler)}: {_detail(error)}"
     for name, symbol in _TARGETS.items():
         jax.ffi.register_ffi_target(
             f"spec_jax_{name}", jax.ffi.pycapsule(getattr(library, symbol)), platform="cpu", api_version=1
@@ -66,42 +67,68 @@ def unavailable() -> str | None:
     return None
 
 
-def _built(compiler: str) -> Path:
-    """The shared library, compiled unless the cache folder holds it for this source, JAX, compiler and processor."""
-    include = jax.ffi.include_dir()
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
-    parts = (SOURCE.read_text(), *FLAGS, jax.__version__, version, platform.machine(), environment.processor())
-    name = f"cpu-{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:16]}.so"
-    for folder in (hub.cache_folder() / "kernels", Path(tempfile.gettempdir()) / f"spec_jax-{_user()}"):
+def _detail(error: Exception) -> str:
+    """The line that says most about a failed compilation."""
+    printed = getattr(error, "stderr", None) or ""
+    printed = printed.decode(errors="replace") if isinstance(printed, bytes) else printed
+    lines = [line.strip() for line in printed.splitlines() if line.strip()]
+    status = f"status {error.returncode}" if isinstance(error, subprocess.CalledProcessError) else str(error)
+    return next((line for line in lines if "error" in line.lower()), lines[0] if lines else status)[:300]
+
+
+def _loaded(compiler: list[str]) -> ctypes.CDLL:
+    library = _built(compiler)
+    try:
+        return ctypes.CDLL(str(library))
+    except OSError:  # damaged: once more
+        library.unlink()
+        return ctypes.CDLL(str(_built(compiler)))
+
+
+def _built(compiler: list[str]) -> Path:
+    """The shared library, compiled unless the cache folder holds it for these sources, JAX, compiler and processor."""
+    sources = [path.read_text() for path in sorted(SOURCES.iterdir()) if path.suffix in (".h", ".cc")]
+    version = _run([*compiler, "--version"], timeout=60)
+    versions = (jax.__version__, metadata.version("jaxlib"), version, platform.machine(), environment.processor())
+    key = hashlib.sha256("|".join((*sources, *FLAGS, *compiler, *versions)).encode()).hexdigest()[:16]
+    library = _folder() / f"cpu-{key}.so"
+    if not library.exists():
+        _compile(compiler, library)
+    return library
+
+
+def _folder() -> Path:
+    """Where compiled kernels are kept: a folder that only this user can write."""
+    temporary = Path(tempfile.gettempdir())
+    for folder in (hub.cache_folder() / "kernels", temporary / f"spec_jax-{_user()}"):
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if not os.access(folder, os.W_OK) or _owner(folder) != _user():
-                continue
-            library = folder / name
-            if not library.exists():
-                _compile(compiler, include, library)
-            return library
-    raise OSError(f"neither {hub.cache_folder()} nor {tempfile.gettempdir()} can be written")
+            found = folder.stat()
+            ours = found.st_uid == _user() and not (folder.is_relative_to(temporary) and found.st_mode & 0o022)
+            if ours and os.access(folder, os.W_OK):
+                return folder
+    raise OSError(f"neither {hub.cache_folder()} nor {temporary} can be written")
 
 
-def _compile(compiler: str, include: str, library: Path) -> None:
+def _compile(compiler: list[str], library: Path) -> None:
     """Compiles beside the library and renames, so that no other process ever loads half of it."""
     descriptor, temporary = tempfile.mkstemp(dir=library.parent, suffix=".so")
     os.close(descriptor)
     try:
-        command = [compiler, *FLAGS, "-isystem", include, str(SOURCE), "-o", temporary]
-        subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+        source = str(SOURCES / "kernels.cc")
+        _run([*compiler, *FLAGS, "-isystem", jax.ffi.include_dir(), source, "-o", temporary], timeout=300)
         os.replace(temporary, library)
     finally:
         Path(temporary).unlink(missing_ok=True)
 
 
+def _run(command: list[str], timeout: float) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=True, timeout=timeout)
+    return done.stdout
+
+
 def _user() -> int:
     return os.getuid() if hasattr(os, "getuid") else 0
-
-
-def _owner(folder: Path) -> int:
-    return folder.stat().st_uid if hasattr(os, "getuid") else 0
 
 
 def _require() -> None:
@@ -111,6 +138,13 @@ def _require() -> None:
             f"this model is packed for spec_jax's CPU kernels, which cannot be used here: {reason}; load it with "
             "cpu_kernels=False"
         )
+
+
+def _check(kernel: str, name: str, x: jax.Array, shape: tuple[int, ...], dtype) -> None:
+    """The kernels trust what they are given, so a mismatch would read foreign memory."""
+    if x.shape != shape or x.dtype != dtype:
+        wanted = f"{jnp.dtype(dtype)}{list(shape)}"
+        raise ValueError(f"{kernel}: {name} is {x.dtype}{list(x.shape)}, it must be {wanted}")
 
 
 def product(x: jax.Array, weight: jax.Array, outputs: int, active: jax.Array, bias=None, dtype=None) -> jax.Array:
@@ -123,8 +157,15 @@ def product(x: jax.Array, weight: jax.Array, outputs: int, active: jax.Array, bi
       dtype: of the result; x's by default, or float32.
     """
     _require()
-    dtype = x.dtype if dtype is None else dtype
+    dtype = jnp.dtype(x.dtype if dtype is None else dtype)
     bias = jnp.zeros(0, dtype) if bias is None else bias
+    rows, inputs = x.shape
+    _check("product", "x", x, (rows, inputs), x.dtype if x.dtype in DTYPES else jnp.float32)
+    _check("product", "weight", weight, (-(-outputs // PANEL), inputs, PANEL), x.dtype)
+    _check("product", "bias", bias, (outputs,) if bias.size else (0,), dtype)
+    _check("product", "active", active, (rows,), bool)
+    if dtype not in (x.dtype, jnp.float32):
+        raise ValueError(f"product: dtype={dtype} must be {x.dtype} or float32")
     call = jax.ffi.ffi_call("spec_jax_product", jax.ShapeDtypeStruct((x.shape[0], outputs), dtype))
     return call(x, weight, bias, active)
 
@@ -132,6 +173,9 @@ def product(x: jax.Array, weight: jax.Array, outputs: int, active: jax.Array, bi
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, active: jax.Array) -> jax.Array:
     """Root-mean-square norm over the last axis of x [rows, ..., size]; rows that are not `active` become zeros."""
     _require()
+    _check("rms_norm", "x", x, x.shape, x.dtype if x.dtype in DTYPES else jnp.float32)
+    _check("rms_norm", "weight", weight, x.shape[-1:], x.dtype)
+    _check("rms_norm", "active", active, x.shape[:1], bool)
     call = jax.ffi.ffi_call("spec_jax_rms_norm", jax.ShapeDtypeStruct(x.shape, x.dtype))
     return call(x, weight, active, eps=np.float32(eps))
 
@@ -161,6 +205,23 @@ def attention(
       [batch, width, heads, head_dim], and k and v with the rows written.
     """
     _require()
+    batch, width, heads, head_dim = q.shape
+    kv_heads, capacity = k.shape[1:3]
+    _check("attention", "q", q, q.shape, q.dtype if q.dtype in DTYPES else jnp.float32)
+    for name, x in (("k_new", k_new), ("v_new", v_new)):
+        _check("attention", name, x, (batch, width, kv_heads, head_dim), q.dtype)
+    for name, x in (("k", k), ("v", v)):
+        _check("attention", name, x, (batch, kv_heads, capacity, head_dim), q.dtype)
+    words = (batch if ancestors.shape[0] == batch else 1, width, -(-width // 32))
+    for name, x, shape, dtype in (
+        ("start", start, (batch,), jnp.int32),
+        ("ancestors", ancestors, words, jnp.uint32),
+        ("active", active, (batch, width), bool),
+        ("write", write, (batch,), bool),
+    ):
+        _check("attention", name, x, shape, dtype)
+    if heads % kv_heads:
+        raise ValueError(f"heads={heads} must be a multiple of kv_heads={kv_heads}")
     results = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v))
     call = jax.ffi.ffi_call("spec_jax_attention", results, input_output_aliases={3: 1, 4: 2})
     return tuple(call(q, k_new, v_new, k, v, start, ancestors, active.reshape(-1), write))

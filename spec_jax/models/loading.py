@@ -73,6 +73,8 @@ def load_model(
     if cpu_kernels and reason is not None:
         raise ValueError(f"cpu_kernels=True cannot be had: {reason}; leave it out to use XLA's products instead")
     packed = cpu_kernels is not False and reason is None
+    if reason is not None and reason.startswith(cpu.FAILED):
+        warnings.warn(f"the CPU kernels are not used, XLA's slower products are: {reason}", stacklevel=2)
     return Model(
         module=Llama(config, dtype, packed),
         params=pack_params(params) if packed else params,
