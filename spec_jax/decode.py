@@ -260,6 +260,7 @@ class Decoder:
             state.sampling,
             self.vocab_size,
             history,
+            self._active(draft, state.live),
         )
         return verdict, history.after if states else ()
 

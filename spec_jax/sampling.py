@@ -158,6 +158,7 @@ def choose_tokens(
     vocab_size: int,
     purpose: int | None = TARGET,
     history: History | None = None,
+    wanted: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The token each row chooses: the argmax where the temperature is 0, else Gumbel-max over the processed logits.
 
@@ -166,6 +167,7 @@ def choose_tokens(
       positions: int32 [batch, width], absolute positions of the tokens to choose; they key the noise.
       purpose: of the noise; None chooses the argmax in every row.
       history: what precedes the tokens, where `sampling.processors` asks for it.
+      wanted: bool [batch, width], rows that choose; None: all. The others cost nothing on a CPU, and get token 0.
 
     Returns:
       tokens int32 [batch, width], NO_TOKEN where the options leave none, and gaps float32 [batch, width], the lead of
@@ -174,7 +176,7 @@ def choose_tokens(
     batch, width, vocab = logits.shape
     s = sampling
 
-    def one(row, column, logits, position):
+    def choose(row, column, logits, position):
         broken = is_broken(logits, vocab_size)
         logits = adjusted(logits, s, history, row, column, position, vocab_size)
         if purpose is None:
@@ -187,8 +189,12 @@ def choose_tokens(
 
         return flag_broken(broken, *lax.cond(s.temperature[row] > 0, sample, lambda: best_token(logits)))
 
+    def one(want, *row):
+        return lax.cond(want, lambda: choose(*row), lambda: (jnp.int32(0), jnp.float32(jnp.inf)))
+
     rows, columns = (x.reshape(-1) for x in jnp.indices((batch, width)))
-    tokens, gaps = over_rows(one, rows, columns, logits.reshape(-1, vocab), positions.reshape(-1))
+    found = rows, columns, logits.reshape(-1, vocab), positions.reshape(-1)
+    tokens, gaps = over_rows(choose, *found) if wanted is None else over_rows(one, wanted.reshape(-1), *found)
     return tokens.reshape(batch, width), gaps.reshape(batch, width)
 
 

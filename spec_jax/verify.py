@@ -54,6 +54,7 @@ def verify(
     sampling: SamplingState,
     vocab_size: int,
     history: History | None = None,
+    wanted: jax.Array | None = None,
 ) -> Verification:
     """Applies `rule` to one step.
 
@@ -67,6 +68,7 @@ def verify(
       length: int32 [batch], committed tokens: the position of the first token to emit.
       vocab_size: ids at and beyond it are padding.
       history: what precedes the token that follows each row, where `sampling.processors` asks for it.
+      wanted: bool [batch, width], rows that can be on an accepted path; None: all. The others are not looked at.
 
     Raises:
       ValueError: for an unknown rule, or a rule that cannot verify a tree.
@@ -85,7 +87,8 @@ def verify(
         # Rows behind the last node are padding: they choose nothing.
         used = logits[:, : nodes + 1]
         positions = length[:, None] + depth[:, : nodes + 1]
-        chosen, gaps = sampling_lib.choose_tokens(used, positions, sampling, vocab_size, history=history)
+        wanted = None if wanted is None else wanted[:, : nodes + 1]
+        chosen, gaps = sampling_lib.choose_tokens(used, positions, sampling, vocab_size, history=history, wanted=wanted)
         walk = _match_chain if chain else _match_tree
         return _pad(walk(chosen, gaps, draft.tokens, valid, row_parents), logits.shape[1])
     return _pad(_standard(logits, draft, valid, length, sampling, vocab_size, history), logits.shape[1])
@@ -143,7 +146,10 @@ def _standard(logits, draft, valid, length, sampling, vocab_size, history) -> Ve
     vocab = logits.shape[-1]
     s = sampling
 
-    def accept(row, column, logits, token, draft_prob, position):
+    def accept(want, *row):
+        return lax.cond(want, lambda: look(*row), lambda: (jnp.bool_(False), jnp.float32(jnp.inf)))
+
+    def look(row, column, logits, token, draft_prob, position):
         """Whether one draft token passes its own test. Greedy rows accept the argmax only, broken ones nothing."""
         broken = sampling_lib.is_broken(logits, vocab_size)
         logits = sampling_lib.adjusted(logits, s, history, row, column, position, vocab_size)
@@ -165,6 +171,7 @@ def _standard(logits, draft, valid, length, sampling, vocab_size, history) -> Ve
     positions = length[:, None] + jnp.arange(nodes)
     passed, gaps = sampling_lib.over_rows(
         accept,
+        valid.reshape(-1),
         rows,
         columns,
         logits[:, :nodes].reshape(-1, vocab),

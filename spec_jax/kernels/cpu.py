@@ -42,6 +42,7 @@ _TARGETS = {
     "product": "SpecJaxProduct",
     "rms_norm": "SpecJaxNorm",
     "attention": "SpecJaxAttention",
+    "swiglu": "SpecJaxSwiglu",
     "read": "SpecJaxRead",
 }
 
@@ -178,6 +179,16 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float, active: jax.Array) -> 
     _check("rms_norm", "active", active, x.shape[:1], bool)
     call = jax.ffi.ffi_call("spec_jax_rms_norm", jax.ShapeDtypeStruct(x.shape, x.dtype))
     return call(x, weight, active, eps=np.float32(eps))
+
+
+def swiglu(x: jax.Array, active: jax.Array) -> jax.Array:
+    """silu(gate) * up of x [rows, gate and then up], computed in float32; rows that are not `active` become zeros."""
+    _require()
+    _check("swiglu", "x", x, x.shape, x.dtype if x.dtype in DTYPES else jnp.float32)
+    _check("swiglu", "active", active, x.shape[:1], bool)
+    if x.ndim != 2 or x.shape[1] % 2:
+        raise ValueError(f"swiglu: x is {x.dtype}{list(x.shape)}, it must be [rows, an even number]")
+    return jax.ffi.ffi_call("spec_jax_swiglu", jax.ShapeDtypeStruct((x.shape[0], x.shape[1] // 2), x.dtype))(x, active)
 
 
 def attention(

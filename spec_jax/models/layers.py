@@ -115,6 +115,17 @@ def joined_linear(
     return tuple(jnp.split(y, ends, axis=-1))
 
 
+def gated_linear(
+    x: jax.Array, weights: dict[str, jax.Array], size: int, rows: RowBlocks, active: jax.Array | None = None
+) -> jax.Array:
+    """silu(x times gate) * (x times up), [rows, size]."""
+    if rows.independent:
+        joined = cpu.product(x, weights["gate_up"], 2 * size, active, weights.get("gate_up_bias"))
+        return cpu.swiglu(joined, active)
+    gate, up = joined_linear(x, weights, ("gate", "up"), (size, size), rows, active)
+    return jax.nn.silu(gate) * up
+
+
 def unembed(
     x: jax.Array, weight: jax.Array, rows: RowBlocks, vocab_size: int | None = None, active: jax.Array | None = None
 ) -> jax.Array:

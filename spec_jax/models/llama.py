@@ -19,7 +19,7 @@ from spec_jax import cache as kv
 from spec_jax.kernels import cpu
 from spec_jax.kernels.attention import attention
 from spec_jax.models.config import LlamaConfig, param_shapes
-from spec_jax.models.layers import RowBlocks, embed, joined_linear, rms_norm, unembed
+from spec_jax.models.layers import RowBlocks, embed, gated_linear, joined_linear, rms_norm, unembed
 from spec_jax.models.packing import pack_params, packed_shapes
 from spec_jax.models.rope import rope_table, rotate
 
@@ -136,7 +136,8 @@ class Llama(nn.Module):
     ) -> tuple[jax.Array, kv.KVCache, dict[int, jax.Array]]:
         """Runs layers start..stop-1 except those in `skip`, writing K/V of each layer that ran."""
         k, v, features = list(cache.k), list(cache.v), {}
-        cos, sin = rope_table(self.config.rope, self.config.head_dim, flight.positions)
+        # The barrier: XLA would fuse the table into every layer and compute its sines thirty times.
+        cos, sin = lax.optimization_barrier(rope_table(self.config.rope, self.config.head_dim, flight.positions))
         for index in range(start, self.config.num_layers if stop is None else stop):
             if index in skip:
                 continue
@@ -187,8 +188,8 @@ class Llama(nn.Module):
 
         with jax.named_scope("mlp"):
             normed = rms_norm(x, w["mlp_norm"], c.rms_norm_eps, rows, active)
-            gate, up = joined_linear(normed, w, ("gate", "up"), (c.intermediate_size,) * 2, rows, active)
-            (out,) = joined_linear(nn.silu(gate) * up, w, ("down",), (hidden,), rows, active)
+            hidden_rows = gated_linear(normed, w, c.intermediate_size, rows, active)
+            (out,) = joined_linear(hidden_rows, w, ("down",), (hidden,), rows, active)
             x = x + out
         return x.reshape(batch, width, hidden), k_slots, v_slots
 

@@ -5,7 +5,7 @@
 // construction. Rows whose `active` flag is off are not computed at all; their results are zeros.
 
 #include "attention.h"
-#include "norm.h"
+#include "elementwise.h"
 #include "product.h"
 
 namespace {
@@ -69,3 +69,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecJaxRead, Read_,
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecJaxSwiglu, Swiglu_,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::PRED>>()
+                                  .Ret<ffi::AnyBuffer>());

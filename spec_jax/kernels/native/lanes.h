@@ -101,6 +101,24 @@ inline void narrow(float v, bf16* out) {  // to nearest, ties to even, as XLA ro
   *out = std::isnan(v) ? 0x7fc0 : static_cast<bf16>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
+// exp of lanes <= 0, to about one unit in the last place; 0 far below.
+inline Vec exp_negative(Vec x) {
+  const Vec low = splat(-87.0f);
+  const Ints tiny = x < low;
+  x = tiny ? low : x;
+  const Vec magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, which then are the lowest bits
+  const Vec shifted = fma(x, splat(1.44269504f), magic);
+  const Vec power = shifted - magic;
+  const Vec r = fma(power, splat(2.12194440e-4f), fma(power, splat(-0.693359375f), x));
+  Vec p = splat(1.9875691500e-4f);
+  for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) {
+    p = fma(p, r, splat(c));
+  }
+  p = fma(p, r * r, r) + 1.0f;
+  p = p * reinterpret_cast<Vec>((reinterpret_cast<Bits>(shifted) + 127) << 23);
+  return tiny ? Vec{} : p;
+}
+
 // Runs task(0) .. task(count - 1) on the calling thread and on XLA's pool. The caller starts at once and takes whatever
 // no other thread has taken, so that a thread that wakes late, or never, costs nothing but its share.
 template <typename Task>
