@@ -32,6 +32,7 @@ from spec_jax.drafting.base import Draft, Seen, TargetView, View
 from spec_jax.kernels.attention import pack_ancestors
 from spec_jax.models.layers import RowBlocks
 from spec_jax.models.llama import ForwardOutput
+from spec_jax.prefill import prefill
 from spec_jax.processors import Committed, read_committed, read_flight
 from spec_jax.sampling import NO_TOKEN, SamplingState
 from spec_jax.verify import Verification, verify
@@ -415,43 +416,8 @@ class Decoder:
     def prefill(
         self, params: Any, drafter_params: Any, row: Prefilled, tokens: jax.Array, start: jax.Array, end: jax.Array
     ) -> Prefilled:
-        """Feeds tokens[:, start:end], chunk by chunk, to the target and the drafter; rows share the chunks.
-
-        Args:
-          row: caches that hold the tokens in front of `start`, of as many prompts.
-          tokens: int32 [batch, capacity].
-          start, end: int32 [batch].
-        """
-        chunk = self.prefill_chunk
-        depth = np.arange(chunk, dtype=np.int32)
-        ancestors = pack_ancestors(np.tril(np.ones((1, chunk, chunk), bool)))
-        padded = jnp.pad(tokens, ((0, 0), (0, chunk + 1)))
-        needs = self.drafter.needs
-
-        def body(carry):
-            index, row = carry
-            starts = jnp.minimum(start + index * chunk, tokens.shape[1])  # a row that is done writes beyond the end
-            at = starts[:, None] + jnp.arange(chunk + 1)
-            text = jnp.take_along_axis(padded, at, axis=1)
-            inside = jnp.clip(end - starts, 0, chunk)
-            fed, cache = lax.optimization_barrier((text[:, :-1], row.cache.replace(length=starts)))
-            out = self.module.apply(
-                {"params": params},
-                fed,
-                cache,
-                depth=depth,
-                ancestors=ancestors,
-                rows=self.rows,
-                capture=needs.features,
-                with_logits=needs.prefill_logits,
-            )
-            path = jnp.broadcast_to(depth, fed.shape)
-            seen = Seen(fed, text[:, 1:], starts, inside, out.features, out.logits, path, prefill=True)
-            return index + 1, Prefilled(out.cache, self.drafter.commit(drafter_params, row.drafter, seen))
-
-        chunks = (jnp.max(end - start) + chunk - 1) // chunk
-        _, row = lax.while_loop(lambda carry: carry[0] < chunks, body, (jnp.int32(0), row))
-        return row.replace(cache=row.cache.replace(length=end))
+        """Feeds tokens[:, start:end] to the target and the drafter; see `prefill.prefill`."""
+        return prefill(self, params, drafter_params, row, tokens, start, end)
 
 
 def _kind(draft: Draft | None, live: jax.Array) -> jax.Array:
