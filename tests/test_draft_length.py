@@ -141,8 +141,15 @@ def drafters(name, model, texts):
     }[name], None
 
 
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("name", ["oracle", "anti", "ngram", "layer_skip", "draft_model"])
+SLOW = pytest.mark.slow  # programs of several widths take long to compile
+PAIRS = [
+    *((name, "packed") for name in ("oracle", "anti", "ngram", "layer_skip", "draft_model")),
+    ("ngram", "XLA"),
+    *(pytest.param(name, "XLA", marks=SLOW) for name in ("anti", "layer_skip", "draft_model")),
+]
+
+
+@pytest.mark.parametrize(("name", "kind"), PAIRS)
 def test_the_text_is_that_of_plain_decoding(name, kind):
     """In more slots than prompts and fewer, greedy and sampled, with drafts that all hit and that never do."""
     model = MODELS[kind]()

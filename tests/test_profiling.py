@@ -140,6 +140,7 @@ def test_extra_work_of_a_drafter_shows_as_drafting(report):
     assert extra["shares"]["draft"] > 3 * extra["shares"]["forward"]
 
 
+@pytest.mark.slow
 @needs_kernels
 def test_the_command_on_a_packed_model(printed):
     found, _ = printed
@@ -147,6 +148,7 @@ def test_the_command_on_a_packed_model(printed):
     assert found["bandwidth"]["read_with"] == "spec_jax.kernels.cpu.read"
 
 
+@pytest.mark.slow
 @needs_kernels
 def test_the_trace_is_there(printed):
     found, folder = printed
@@ -156,6 +158,7 @@ def test_the_trace_is_there(printed):
     assert all(name in text for name in (b"draft_model", b"/attention/", b"/mlp/"))
 
 
+@pytest.mark.slow
 @needs_kernels
 def test_the_drafter_s_share_of_the_memory(printed):
     plain, _, model = (entry["memory"] for entry in printed[0]["methods"])
@@ -175,6 +178,7 @@ def test_the_bound_counts_every_parameter_that_a_step_reads(report):
     assert report["bound"]["bytes"] == cache + sum(x.nbytes for x in jax.tree.leaves(read))
 
 
+@pytest.mark.slow
 @needs_kernels
 def test_tables(printed, report):
     for found in (printed[0], report):
@@ -215,6 +219,7 @@ def skipping():
     return parts_of(model, *build_drafter(config, model, RowBlocks()), batch=2)
 
 
+@pytest.mark.slow
 @needs_kernels
 @pytest.mark.parametrize("rows", [1, 2, 4, 5])
 def test_as_many_rows_are_computed_as_are_ordered(skipping, rows):
@@ -223,6 +228,7 @@ def test_as_many_rows_are_computed_as_are_ordered(skipping, rows):
     assert np.asarray(made.logits).any(-1).tolist() == [[i < rows for i in range(8)]] * 2
 
 
+@pytest.mark.slow
 @needs_kernels
 @pytest.mark.parametrize("rows", [1, 4, 5])
 def test_the_parts_make_what_a_step_makes(skipping, rows):
@@ -240,6 +246,7 @@ def test_the_parts_make_what_a_step_makes(skipping, rows):
     assert stepped.tokens[:, at : at + rows].tolist() == made.verdict.tokens[:, :rows].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "names"), [("layer_skip", PARTS), ("draft_model", ("draft", "commit"))])
 def test_no_part_copies_the_cache(method, names):
     capacity, batch = 4096, 2
