@@ -115,8 +115,11 @@ class SpeculativeConfig:
         return self.rejection_sample_method or ("standard" if sampled else "coupled")
 
 
-def parse_speculative_config(value: Any) -> SpeculativeConfig:
-    """Accepts None, a dict, a JSON object as text, or a `SpeculativeConfig`."""
+def parse_speculative_config(value: Any, verify_width: int | str | None = None) -> SpeculativeConfig:
+    """Accepts None, a dict, a JSON object as text, or a `SpeculativeConfig`.
+
+    A `verify_width` of "auto" given beside it stands for the key, since the default draft length follows from it.
+    """
     if value is None:
         return SpeculativeConfig()
     if isinstance(value, SpeculativeConfig):
@@ -134,6 +137,8 @@ def parse_speculative_config(value: Any) -> SpeculativeConfig:
         if name not in known:
             raise ValueError(f"unknown key {name!r} in speculative_config{nearest(str(name), known)}; "
                              f"known: {', '.join(known)}")  # fmt: skip
+    if verify_width == "auto":
+        value = {**value, "verify_width": "auto"}
     if "method" not in value:
         raise ValueError(f"speculative_config has no 'method'; known methods: {', '.join(METHODS)}")
     return SpeculativeConfig(**value)

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from spec_jax import cache as kv
@@ -29,6 +28,7 @@ from spec_jax.decode_state import (
 )
 from spec_jax.draft_length import Acceptance, CostModel, Pace, default_pace
 from spec_jax.drafting.base import Draft, Seen, TargetView, View
+from spec_jax.flight import acceptable, active_rows, shape_of
 from spec_jax.kernels.attention import pack_ancestors
 from spec_jax.models.layers import RowBlocks
 from spec_jax.models.llama import ForwardOutput
@@ -208,9 +208,9 @@ class Decoder:
         # A proposal outside the vocabulary is refused by every rule; fed as it is, JAX would clamp it in silence.
         known = (draft.tokens >= 0) & (draft.tokens < self.vocab_size)
         flight = jnp.concatenate([last[:, None], jnp.where(known, draft.tokens, 0), padding], axis=1)
-        mask, _, _ = self._shape_of(draft)
+        mask, _, _ = shape_of(draft, self.drafter, self.width)
         mask = mask if mask.ndim == 3 else mask[None]
-        active = self._active(draft, state.live)
+        active = active_rows(draft, state.live, self.width)
         if pace is not None:
             active = active | ((jnp.arange(self.width) < pace.forced) & state.live[:, None])
         fed, cache = lax.optimization_barrier((flight, cache))
@@ -244,7 +244,7 @@ class Decoder:
         self, state: DecodeState, draft: Draft, flight: jax.Array, logits: jax.Array, committed: Committed | None
     ) -> tuple[Verification, Any]:
         """The verdict, every row behind its own history, and the grammars' states behind every row."""
-        mask, row_parents, chain = self._shape_of(draft)
+        mask, row_parents, chain = shape_of(draft, self.drafter, self.width)
         row_parents = jnp.broadcast_to(row_parents, draft.tokens.shape)
         used = self.drafter.num_nodes + 1
         ahead, states = mask[..., :used, :used], state.grammar_states
@@ -261,7 +261,7 @@ class Decoder:
             state.sampling,
             self.vocab_size,
             history,
-            self._active(draft, state.live),
+            active_rows(draft, state.live, self.width),
         )
         return verdict, history.after if states else ()
 
@@ -375,7 +375,7 @@ class Decoder:
                     f"it must be int32{list(shape)}"
                 )
         # Verification always adds one token of its own, so a row with room for r tokens can use r - 1 drafts.
-        real = self._acceptable(draft)
+        real = acceptable(draft, self.drafter.num_nodes)
         count = jnp.where(state.live, jnp.clip(draft.count, 0, jnp.minimum(real, jnp.maximum(room - 1, 0))), 0)
         if self.drafter.dynamic_tree != (draft.parents is not None):
             raise ValueError(f"{self.drafter!r} must return draft parents exactly when its dynamic_tree is True")
@@ -383,35 +383,6 @@ class Decoder:
             # In a tree the room bounds the depth, not the number of nodes; a run is cut when it is committed.
             count = jnp.where(state.live & (room > 1), jnp.clip(draft.count, 0, real), 0)
         return draft.replace(count=count), drafter_state
-
-    def _active(self, draft: Draft, live: jax.Array) -> jax.Array:
-        """Rows of the flight whose logits are wanted, bool [batch, width]: the last token, real drafts, auxiliaries."""
-        node = jnp.arange(self.width) - 1
-        wanted = node < draft.count[:, None]  # the last token stands in front of node 0
-        if draft.auxiliary is not None:
-            wanted = wanted | jnp.pad(draft.auxiliary, (1, self.width - 1 - self.drafter.num_nodes))
-        return wanted & live[:, None]
-
-    def _acceptable(self, draft: Draft):
-        """How many nodes of a draft may be accepted at all: the auxiliary ones stand behind them."""
-        nodes = self.drafter.num_nodes
-        return nodes if draft.auxiliary is None else nodes - draft.auxiliary.sum(dtype=jnp.int32)
-
-    def _shape_of(self, draft: Draft):
-        """Which rows in flight each row sees, the nodes' row parents, and whether acceptable nodes form a chain."""
-        nodes = self.drafter.num_nodes
-        parents = draft.parents
-        if parents is not None:
-            parents = jnp.asarray(parents, jnp.int32)
-            return tree_lib.ancestor_mask(parents, self.width), parents + 1, False
-        static = self.drafter.parents
-        chain = static is None
-        parents = np.asarray(tree_lib.chain_parents(nodes) if chain else static, np.int32)
-        if chain:  # padding rows continue the chain: one mask and one program for every number of nodes
-            mask = np.tril(np.ones((self.width, self.width), bool))
-        else:
-            mask = tree_lib.ancestor_mask(parents, self.width)
-        return mask, jnp.asarray(parents) + 1, chain
 
     def prefill(
         self, params: Any, drafter_params: Any, row: Prefilled, tokens: jax.Array, start: jax.Array, end: jax.Array

@@ -214,10 +214,8 @@ def check_progress(progress: Any) -> None:
 
 
 def check_config(value: Any, drafter: Any, verify_width: int | str | None = None) -> SpeculativeConfig:
-    if verify_width == "auto" and isinstance(value, Mapping):
-        value = {**value, "verify_width": "auto"}  # the default draft length follows from it
     if drafter is None:
-        return parse_speculative_config(value)
+        return parse_speculative_config(value, verify_width)
     if not (isinstance(drafter, tuple) and len(drafter) == 2 and hasattr(drafter[0], "propose")):
         raise ValueError(f"drafter must be a pair (drafter, its parameters), not {drafter!r}")
     if isinstance(drafter[0], type):

@@ -189,12 +189,17 @@ def choose_tokens(
 
         return flag_broken(broken, *lax.cond(s.temperature[row] > 0, sample, lambda: best_token(logits)))
 
-    def one(want, *row):
-        return lax.cond(want, lambda: choose(*row), lambda: (jnp.int32(0), jnp.float32(jnp.inf)))
+    def one(want, row, column, position):
+        # The row is taken inside: what is not wanted must not even be copied.
+        return lax.cond(
+            want,
+            lambda: choose(row, column, logits[row, column], position),
+            lambda: (jnp.int32(0), jnp.float32(jnp.inf)),
+        )
 
     rows, columns = (x.reshape(-1) for x in jnp.indices((batch, width)))
-    found = rows, columns, logits.reshape(-1, vocab), positions.reshape(-1)
-    tokens, gaps = over_rows(choose, *found) if wanted is None else over_rows(one, wanted.reshape(-1), *found)
+    wanted = jnp.ones((batch, width), bool) if wanted is None else wanted
+    tokens, gaps = over_rows(one, wanted.reshape(-1), rows, columns, positions.reshape(-1))
     return tokens.reshape(batch, width), gaps.reshape(batch, width)
 
 

@@ -28,10 +28,11 @@ class StepTimes:
     Args:
       nodes: K, draft tokens of a row at most.
       batch: rows.
+      widths: of the policy; where there are several, finished rows cost as much as live ones.
     """
 
     def __init__(self, nodes: int, batch: int, widths: tuple[int, ...]):
-        self.nodes, self.batch = nodes, batch
+        self.nodes, self.batch, self._all_rows = nodes, batch, len(widths) > 1
         powers = [2**i for i in range((nodes + 1).bit_length()) if 2**i < nodes + 1]
         orders = [-1, *(powers if len(widths) == 1 else widths[:-1]), nodes + 1]
         self._orders = collections.deque(orders * (REPEATS + 1))  # the first round warms up
@@ -67,15 +68,16 @@ class StepTimes:
     def _fit(self) -> Pace:
         """Seconds by rows: the fastest of every order, between them a straight line, never falling."""
         fastest: dict[int, float] = {}
+        alone: dict[int, float] = {}  # without a proposal
         for order, found in self._seconds.items():
-            if order > 0:
-                for live, seconds in found:
-                    rows = live * order
-                    fastest[rows] = min(fastest.get(rows, np.inf), seconds)
+            known = alone if order < 0 else fastest
+            for live, seconds in found:
+                rows = (self.batch if self._all_rows else live) * abs(order)
+                known[rows] = min(known.get(rows, np.inf), seconds)
         rows = sorted(fastest)
         seconds = np.maximum.accumulate([fastest[r] for r in rows])
-        alone = [(live, seconds) for live, seconds in self._seconds[-1]]
-        proposing = max(min(fastest[live] - s for live, s in alone if live in fastest), 0.0) if alone else 0.0
+        added = [fastest[n] - alone[n] for n in alone if n in fastest]  # texts may have ended between the two
+        proposing = max(float(np.median(added)), 0.0) if added else 0.0
         table = np.interp(np.arange(self.batch * (self.nodes + 1) + 1), rows, seconds - proposing)
         return Pace(jnp.asarray(table, jnp.float32), jnp.float32(proposing), jnp.int32(0))
 

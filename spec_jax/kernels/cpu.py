@@ -37,7 +37,8 @@ FAILED = "they could not be compiled with"
 COMPILERS = ("c++", "g++", "clang++")
 # No instruction set is named: the compiler takes what this machine has. Where multiply-add fuses stands in the code,
 # since a compiler that fuses here and not there would make bits depend on the row count.
-FLAGS = ("-O2", "-std=c++17", "-march=native", "-ffp-contract=off", "-fPIC", "-shared", "-w")
+NATIVE = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
+FLAGS = ("-O2", "-std=c++17", NATIVE, "-ffp-contract=off", "-fPIC", "-shared", "-w")
 _TARGETS = {
     "product": "SpecJaxProduct",
     "rms_norm": "SpecJaxNorm",

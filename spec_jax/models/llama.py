@@ -136,8 +136,7 @@ class Llama(nn.Module):
     ) -> tuple[jax.Array, kv.KVCache, dict[int, jax.Array]]:
         """Runs layers start..stop-1 except those in `skip`, writing K/V of each layer that ran."""
         k, v, features = list(cache.k), list(cache.v), {}
-        # The barrier: XLA would fuse the table into every layer and compute its sines thirty times.
-        cos, sin = lax.optimization_barrier(rope_table(self.config.rope, self.config.head_dim, flight.positions))
+        cos, sin = self._rotations(flight.positions)
         for index in range(start, self.config.num_layers if stop is None else stop):
             if index in skip:
                 continue
@@ -163,6 +162,18 @@ class Llama(nn.Module):
     def _rows(self, rows: RowBlocks) -> RowBlocks:
         """The layout of the weights decides how rows run, before anything else."""
         return RowBlocks(independent=True) if self.packed else rows
+
+    def _rotations(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The rope table of positions [batch, width]."""
+
+        def table(positions):
+            return rope_table(self.config.rope, self.config.head_dim, positions)
+
+        if not self.packed:
+            return table(positions)
+        # A loop over rows, because XLA fuses the table into every layer otherwise and computes its sines thirty times.
+        tables = lax.map(table, positions.reshape(-1, 1))
+        return jax.tree.map(lambda x: x.reshape(*positions.shape, x.shape[-1]), tables)
 
     def _layer(self, index, x, k_slots, v_slots, flight, cos, sin, rows):
         c, w = self.config, self.weights[f"layer_{index}"]

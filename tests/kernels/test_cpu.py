@@ -195,6 +195,32 @@ def test_norms_of_zeros_are_zeros_and_of_a_nan_are_nan():
     assert_zeros(got[[0, 2]])
 
 
+# --- SwiGLU -----------------------------------------------------------------------------------------------------------
+
+_swiglu = jax.jit(cpu.swiglu)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 7, 37, 1536])
+def test_swiglu_is_right_and_has_the_same_bits_at_every_row_count(size, dtype):
+    x = normal((MOST, 2 * size), dtype, 1, scale=12)
+    whole = np.asarray(_swiglu(x, np.ones(MOST, bool)))
+    gate, up = wide(x)[:, :size], wide(x)[:, size:]
+    np.testing.assert_allclose(wide(whole), gate / (1 + np.exp(-gate)) * up, rtol=1e-5 if dtype == "float32" else 2**-7)
+    for count in (0, 1, 20):
+        active = np.random.default_rng(count).permutation(MOST) < count
+        got = np.asarray(_swiglu(without(x, active), active))
+        assert_same_bits(got[active], whole[active])
+        assert_zeros(got[~active])
+
+
+def test_swiglu_far_from_zero_and_of_a_nan():
+    gate = np.array([[-1e4, -104, -88, -87, 0, 88, 1e4, np.nan]], np.float32)
+    got = wide(_swiglu(np.concatenate([gate, np.ones_like(gate)], axis=1), np.ones(1, bool)))[0]
+    assert (np.abs(got[:3]) < 1e-35).all() and got[4] == 0 and got[5] == 88 and got[6] == 1e4 and np.isnan(got[7])
+    assert got[3] == pytest.approx(-87 * np.exp(-87.0), rel=1e-5)
+
+
 # --- attention --------------------------------------------------------------------------------------------------------
 
 _attention = jax.jit(cpu.attention)

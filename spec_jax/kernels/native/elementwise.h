@@ -19,10 +19,20 @@ ffi::Error norm(ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::Buffer<ffi::PRED> 
       std::memset(to, 0, sizeof(T) * size);
       continue;
     }
-    double sum = 0;  // wide enough that its order hardly matters
-    for (int64_t k = 0; k < size; ++k) sum += static_cast<double>(widen(from[k])) * widen(from[k]);
+    Vec sums[4] = {};  // four chains of additions side by side; the order is the same for every row
+    int64_t k = 0;
+    for (; k + 4 * kLanes <= size; k += 4 * kLanes) {
+      UNROLL for (int i = 0; i < 4; ++i) {
+        const Vec v = load(from + k + i * kLanes);
+        sums[i] = fma(v, v, sums[i]);
+      }
+    }
+    const Vec four = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+    double sum = 0;
+    for (int lane = 0; lane < kLanes; ++lane) sum += four[lane];
+    for (; k < size; ++k) sum += static_cast<double>(widen(from[k])) * widen(from[k]);
     const float scale = 1.0f / std::sqrt(static_cast<float>(sum / size) + eps);
-    for (int64_t k = 0; k < size; ++k) {
+    for (k = 0; k < size; ++k) {
       T scaled;
       narrow(widen(from[k]) * scale, &scaled);
       narrow(widen(scaled) * widen(gain[k]), to + k);

@@ -105,6 +105,12 @@ struct Product {
     const int64_t first = p * kPanel;
     const int count = static_cast<int>(std::min<int64_t>(kPanel, outputs - first));
     Out* to = out + static_cast<int64_t>(rows[row]) * outputs + first;
+    if constexpr (std::is_same_v<Out, float>) {
+      if (count == kPanel && !bias) {
+        std::memcpy(to, sums, sizeof(float) * kPanel);
+        return;
+      }
+    }
     for (int i = 0; i < count; ++i) narrow(bias ? sums[i] + widen(bias[first + i]) : sums[i], to + i);
   }
 
