@@ -1,4 +1,4 @@
-// Softmax attention of a few query rows over a ragged cache, one query after another.
+// Softmax attention of a few query rows over a ragged cache. Rows share the reads of a block of keys, not their sums.
 //
 // A query sees the committed slots and then its ancestors in flight, in the order of their depth, and nothing else: so
 // its bits depend neither on the width nor on the batch, and a row of a tree is computed like the same row of a chain.
@@ -51,21 +51,23 @@ struct Query {
   int count;              // start + ancestors
   int head_dim;
   float* scores;          // [count rounded up to whole vectors]
+  float* sums;            // [head_dim], zeros at first
   T* out;                 // [head_dim]
 
   int64_t slot(int position) const { return position < start ? position : flight[position - start]; }
 
-  void score() const {
+  // Scores of positions from..to-1; `from` is a multiple of kLanes.
+  void score(int from, int to) const {
     const int whole = head_dim / kLanes * kLanes;
-    for (int first = 0; first < count; first += kLanes) {
+    for (int first = from; first < std::min(to, count); first += kLanes) {
       const T* rows[kLanes];
       UNROLL for (int i = 0; i < kLanes; ++i) rows[i] = k + slot(std::min(first + i, count - 1)) * head_dim;
-      Vec sums[kLanes] = {};
+      Vec dots[kLanes] = {};
       for (int d = 0; d < whole; d += kLanes) {
         const Vec x = load(q + d);
-        UNROLL for (int i = 0; i < kLanes; ++i) sums[i] = fma(x, load(rows[i] + d), sums[i]);
+        UNROLL for (int i = 0; i < kLanes; ++i) dots[i] = fma(x, load(rows[i] + d), dots[i]);
       }
-      Vec total = sum_lanes(sums);
+      Vec total = sum_lanes(dots);
       for (int d = whole; d < head_dim; ++d) {
         UNROLL for (int i = 0; i < kLanes; ++i) total[i] += q[d] * widen(rows[i][d]);
       }
@@ -90,32 +92,32 @@ struct Query {
   }
 
   template <int kVecs>
-  void weigh(int d, float scale) const {
-    Vec sums[kVecs] = {};
-    for (int p = 0; p < count; ++p) {
+  void weigh(int d, int from, int to) const {
+    Vec part[kVecs];
+    UNROLL for (int i = 0; i < kVecs; ++i) part[i] = load(sums + d + i * kLanes);
+    for (int p = from; p < to; ++p) {
       const T* row = v + slot(p) * head_dim + d;
       const Vec weight = splat(scores[p]);
-      UNROLL for (int i = 0; i < kVecs; ++i) sums[i] = fma(weight, load(row + i * kLanes), sums[i]);
+      UNROLL for (int i = 0; i < kVecs; ++i) part[i] = fma(weight, load(row + i * kLanes), part[i]);
     }
-    UNROLL for (int i = 0; i < kVecs; ++i) {
-      for (int lane = 0; lane < kLanes; ++lane) narrow(sums[i][lane] * scale, out + d + i * kLanes + lane);
-    }
+    UNROLL for (int i = 0; i < kVecs; ++i) store(sums + d + i * kLanes, part[i]);
   }
 
-  void run() const {
-    score();
-    const float scale = 1.0f / soften();
+  // Adds the weighted values of positions from..to-1, in this order.
+  void weigh(int from, int to) const {
+    to = std::min(to, count);
     int d = 0;
-    for (; d + 8 * kLanes <= head_dim; d += 8 * kLanes) weigh<8>(d, scale);
-    for (; d + 2 * kLanes <= head_dim; d += 2 * kLanes) weigh<2>(d, scale);
-    for (; d + kLanes <= head_dim; d += kLanes) weigh<1>(d, scale);
+    for (; d + 8 * kLanes <= head_dim; d += 8 * kLanes) weigh<8>(d, from, to);
+    for (; d + 2 * kLanes <= head_dim; d += 2 * kLanes) weigh<2>(d, from, to);
+    for (; d + kLanes <= head_dim; d += kLanes) weigh<1>(d, from, to);
     for (; d < head_dim; ++d) {
-      float sum = 0;
-      for (int p = 0; p < count; ++p) sum += scores[p] * widen(v[slot(p) * head_dim + d]);
-      narrow(sum * scale, out + d);
+      for (int p = from; p < to; ++p) sums[d] += scores[p] * widen(v[slot(p) * head_dim + d]);
     }
   }
 };
+
+constexpr int kBlock = 64;  // positions whose keys or values stay in the cache while all queries of a task use them
+constexpr int kRows = 4;    // rows of a task at most
 
 struct Shape {
   int64_t batch, width, heads, head_dim, kv_heads, capacity, words;
@@ -136,31 +138,53 @@ ffi::Error attention(ffi::ThreadPool& pool, const Shape& s, const T* q, const T*
     }
   }
   const float scale = 1.0f / std::sqrt(static_cast<float>(s.head_dim));
-  const int64_t group = s.heads / s.kv_heads;
-  parallel(pool, s.batch * s.width * s.kv_heads, [&](int64_t task) {
-    // One sequence and KV head after another, so that neighbours in time read the same keys.
-    const int64_t row = task / (s.kv_heads * s.width) * s.width + task % s.width, h = task / s.width % s.kv_heads;
-    const int64_t b = row / s.width, w = row % s.width;
-    T* to = out + (row * s.heads + h * group) * s.head_dim;
+  const int64_t group = s.heads / s.kv_heads, all = s.batch * s.kv_heads * s.width;
+  const int64_t rows = std::clamp<int64_t>(all / (2 * std::max<int64_t>(pool.num_threads(), 1)), 1, kRows);
+  const int64_t pieces = (s.width + rows - 1) / rows;
+  parallel(pool, s.batch * s.kv_heads * pieces, [&](int64_t task) {
+    const int64_t b = task / pieces / s.kv_heads, h = task / pieces % s.kv_heads, first = task % pieces * rows;
+    const int64_t last = std::min(first + rows, s.width), cache = (b * s.kv_heads + h) * s.capacity * s.head_dim;
     const int committed = static_cast<int>(std::clamp<int64_t>(start[b], 0, s.capacity));
-    std::vector<int> flight;
-    const uint32_t* seen = ancestors + ((s.one_mask ? 0 : b) * s.width + w) * s.words;
-    for (int64_t j = 0; j < s.width && committed + j < s.capacity; ++j) {
-      if (seen[j / 32] >> (j % 32) & 1) flight.push_back(static_cast<int>(committed + j));
+    std::vector<std::vector<int>> flights(last - first);
+    std::vector<Query<T>> queries;
+    const int64_t own = 2 * s.head_dim + committed + s.width + kLanes;  // floats of a query
+    std::vector<float> scratch(static_cast<size_t>((last - first) * group * own));
+    float* free = scratch.data();
+    int longest = 0;
+    for (int64_t w = first; w < last; ++w) {
+      const int64_t row = b * s.width + w;
+      T* to = out + (row * s.heads + h * group) * s.head_dim;
+      std::vector<int>& flight = flights[w - first];
+      const uint32_t* seen = ancestors + ((s.one_mask ? 0 : b) * s.width + w) * s.words;
+      for (int64_t j = 0; j < s.width && committed + j < s.capacity; ++j) {
+        if (seen[j / 32] >> (j % 32) & 1) flight.push_back(static_cast<int>(committed + j));
+      }
+      const int count = committed + static_cast<int>(flight.size());
+      if (!active[row] || count == 0) {
+        std::memset(to, 0, sizeof(T) * group * s.head_dim);
+        continue;
+      }
+      longest = std::max(longest, count);
+      for (int64_t g = 0; g < group; ++g) {
+        const T* from = q + (row * s.heads + h * group + g) * s.head_dim;
+        float *scaled = free, *sums = scaled + s.head_dim, *scores = sums + s.head_dim;
+        free += own;
+        for (int64_t d = 0; d < s.head_dim; ++d) scaled[d] = widen(from[d]) * scale;
+        queries.push_back({scaled, k + cache, v + cache, committed, flight.data(), count,
+                           static_cast<int>(s.head_dim), scores, sums, to + g * s.head_dim});
+      }
     }
-    const int count = committed + static_cast<int>(flight.size());
-    if (!active[row] || count == 0) {
-      std::memset(to, 0, sizeof(T) * group * s.head_dim);
-      return;
+    for (int p = 0; p < longest; p += kBlock) {
+      for (const Query<T>& query : queries) query.score(p, p + kBlock);
     }
-    std::vector<float> scratch(s.head_dim + count + kLanes);
-    for (int64_t g = 0; g < group; ++g) {
-      const T* from = q + (row * s.heads + h * group + g) * s.head_dim;
-      for (int64_t d = 0; d < s.head_dim; ++d) scratch[d] = widen(from[d]) * scale;
-      const int64_t cache = (b * s.kv_heads + h) * s.capacity * s.head_dim;
-      Query<T>{scratch.data(), k + cache, v + cache, committed, flight.data(), count, static_cast<int>(s.head_dim),
-               scratch.data() + s.head_dim, to + g * s.head_dim}
-          .run();
+    std::vector<float> totals;
+    for (const Query<T>& query : queries) totals.push_back(query.soften());
+    for (int p = 0; p < longest; p += kBlock) {
+      for (const Query<T>& query : queries) query.weigh(p, p + kBlock);
+    }
+    for (size_t i = 0; i < queries.size(); ++i) {
+      const float one = 1.0f / totals[i];
+      for (int64_t d = 0; d < s.head_dim; ++d) narrow(queries[i].sums[d] * one, queries[i].out + d);
     }
   });
   return ffi::Error::Success();
