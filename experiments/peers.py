@@ -332,7 +332,7 @@ def read_items(target: Any, paths: Sequence[str], count: int, max_tokens: int) -
 
 def machine() -> dict[str, Any]:
     """Device, versions and a checksum of the library's source: what may change between two runs of one command."""
-    sources = sorted(p for p in Path(spec_jax.__file__).parent.rglob("*") if p.suffix in (".py", ".cc"))
+    sources = sorted(p for p in Path(spec_jax.__file__).parent.rglob("*") if p.suffix in (".py", ".h", ".cc"))
     found = environment.versions() | {"source": hashlib.sha256(b"".join(p.read_bytes() for p in sources)).hexdigest()}
     found |= {name: metadata.version(name) for name in ("torch", "transformers") if importlib.util.find_spec(name)}
     return {"device": environment.describe_device(), **found}
