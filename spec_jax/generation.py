@@ -160,9 +160,9 @@ def prepare(
     batch = _batch_size(target, len(active), longest, max_batch_size)
     num_nodes = drafter[0].num_nodes if drafter else config.num_speculative_tokens
     width = num_nodes + 1 if exact is False and width_asked is None else choose_width(num_nodes, width_asked)
-    # Without a token to choose nothing runs, and nothing need be measured for it.
     if width_asked == "auto" and exact is None:
         exact = True  # E1 is for one width
+    # Without a token to choose nothing runs, and nothing need be measured for it.
     rows = row_blocks(exact, batch, width, target.module if active else None)
     built, params = drafter if drafter else build_drafter(config, target, rows)
     policy = draft_length_policy(built, width, rows) if width_asked == "auto" else None

@@ -58,11 +58,11 @@ class StepTimes:
 
     def pace(self, forced: int = 0) -> Pace:
         """What the decoder is told: an order, or what was measured."""
-        if self._pace is None or not self.done:
-            self._pace = self._fit() if self.done else None
-        if self._pace is None:
+        if not self.done:
             rows = self.batch * (self.nodes + 1) + 1
             return Pace(jnp.ones(rows, jnp.float32), jnp.float32(0), jnp.int32(forced))
+        if self._pace is None:
+            self._pace = self._fit()
         return self._pace
 
     def _fit(self) -> Pace:

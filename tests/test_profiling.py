@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 from test_memory import cache_copies
 from tiny import decoder_of, greedy_state, start, tiny, truncated, with_text
+from tiny import packed as tiny_packed
 
 import spec_jax
 from spec_jax import cli, profile_view, profiling
@@ -19,8 +20,6 @@ from spec_jax.drafting.base import BaseDrafter, Draft
 from spec_jax.drafting.registry import build_drafter
 from spec_jax.kernels import cpu
 from spec_jax.models.layers import RowBlocks
-from spec_jax.models.llama import Llama
-from spec_jax.models.packing import pack_params
 from spec_jax.prompts import Prompt
 from spec_jax.step_parts import MEASURED, PARTS, StepParts, repeated
 
@@ -34,9 +33,7 @@ def small():
 
 
 def packed():
-    model = small()
-    module = Llama(model.config, "float32", True)
-    return dataclasses.replace(model, module=module, params=pack_params(dict(model.params)))
+    return tiny_packed(small())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -142,8 +142,10 @@ def _require() -> None:
         )
 
 
-def _check(kernel: str, name: str, x: jax.Array, shape: tuple[int, ...], dtype) -> None:
-    """The kernels trust what they are given, so a mismatch would read foreign memory."""
+def _check(kernel: str, name: str, x: jax.Array, shape: tuple[int, ...], dtype=None) -> None:
+    """The kernels trust what they are given, so a mismatch would read foreign memory. No dtype: any of `DTYPES`."""
+    if dtype is None:
+        dtype = x.dtype if x.dtype in DTYPES else DTYPES[0]
     if x.shape != shape or x.dtype != dtype:
         wanted = f"{jnp.dtype(dtype)}{list(shape)}"
         raise ValueError(f"{kernel}: {name} is {x.dtype}{list(x.shape)}, it must be {wanted}")
@@ -162,7 +164,7 @@ def product(x: jax.Array, weight: jax.Array, outputs: int, active: jax.Array, bi
     dtype = jnp.dtype(x.dtype if dtype is None else dtype)
     bias = jnp.zeros(0, dtype) if bias is None else bias
     rows, inputs = x.shape
-    _check("product", "x", x, (rows, inputs), x.dtype if x.dtype in DTYPES else jnp.float32)
+    _check("product", "x", x, (rows, inputs))
     _check("product", "weight", weight, (-(-outputs // PANEL), inputs, PANEL), x.dtype)
     _check("product", "bias", bias, (outputs,) if bias.size else (0,), dtype)
     _check("product", "active", active, (rows,), bool)
@@ -175,7 +177,7 @@ def product(x: jax.Array, weight: jax.Array, outputs: int, active: jax.Array, bi
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, active: jax.Array) -> jax.Array:
     """Root-mean-square norm over the last axis of x [rows, ..., size]; rows that are not `active` become zeros."""
     _require()
-    _check("rms_norm", "x", x, x.shape, x.dtype if x.dtype in DTYPES else jnp.float32)
+    _check("rms_norm", "x", x, x.shape)
     _check("rms_norm", "weight", weight, x.shape[-1:], x.dtype)
     _check("rms_norm", "active", active, x.shape[:1], bool)
     call = jax.ffi.ffi_call("spec_jax_rms_norm", jax.ShapeDtypeStruct(x.shape, x.dtype))
@@ -185,7 +187,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float, active: jax.Array) -> 
 def swiglu(x: jax.Array, active: jax.Array) -> jax.Array:
     """silu(gate) * up of x [rows, gate and then up], computed in float32; rows that are not `active` become zeros."""
     _require()
-    _check("swiglu", "x", x, x.shape, x.dtype if x.dtype in DTYPES else jnp.float32)
+    _check("swiglu", "x", x, x.shape)
     _check("swiglu", "active", active, x.shape[:1], bool)
     if x.ndim != 2 or x.shape[1] % 2:
         raise ValueError(f"swiglu: x is {x.dtype}{list(x.shape)}, it must be [rows, an even number]")
@@ -219,7 +221,7 @@ def attention(
     _require()
     batch, width, heads, head_dim = q.shape
     kv_heads, capacity = k.shape[1:3]
-    _check("attention", "q", q, q.shape, q.dtype if q.dtype in DTYPES else jnp.float32)
+    _check("attention", "q", q, q.shape)
     for name, x in (("k_new", k_new), ("v_new", v_new)):
         _check("attention", name, x, (batch, width, kv_heads, head_dim), q.dtype)
     for name, x in (("k", k), ("v", v)):

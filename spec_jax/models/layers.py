@@ -16,7 +16,7 @@ from jax import lax
 
 from spec_jax.cache import round_up
 from spec_jax.kernels import cpu
-from spec_jax.models.packing import JOINED
+from spec_jax.models.packing import JOINED, split
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,13 +83,8 @@ def _precision(x: jax.Array) -> lax.Precision | None:
     return lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
 
 
-def linear(
-    x: jax.Array, weight: jax.Array, rows: RowBlocks, bias: jax.Array | None = None, active: jax.Array | None = None
-) -> jax.Array:
-    """x [rows, in] times weight [in, out] (plus bias), in x's dtype with float32 accumulation.
-
-    `active` bool [rows] is for models packed for the CPU kernels, here as below: other rows may become zeros.
-    """
+def linear(x: jax.Array, weight: jax.Array, rows: RowBlocks, bias: jax.Array | None = None) -> jax.Array:
+    """x [rows, in] times weight [in, out] (plus bias), in x's dtype with float32 accumulation."""
 
     def product(x):
         y = jnp.einsum("ri,io->ro", x, weight, preferred_element_type=jnp.float32, precision=_precision(x))
@@ -106,13 +101,15 @@ def joined_linear(
     rows: RowBlocks,
     active: jax.Array | None = None,
 ) -> tuple[jax.Array, ...]:
-    """`linear` of x with several weights and their biases; a packed model holds them joined into one."""
+    """`linear` of x with several weights and their biases; a packed model holds them joined into one.
+
+    `active` bool [rows] is for packed models, here as below: their other rows become zeros.
+    """
     if not rows.independent:
         return tuple(linear(x, weights[name], rows, weights.get(f"{name}_bias")) for name in names)
     whole = next(whole for whole, parts in JOINED.items() if parts == names)
     y = cpu.product(x, weights[whole], sum(sizes), active, weights.get(f"{whole}_bias"))
-    ends = [sum(sizes[: i + 1]) for i in range(len(sizes) - 1)]
-    return tuple(jnp.split(y, ends, axis=-1))
+    return tuple(split(y, sizes))
 
 
 def gated_linear(

@@ -7,6 +7,8 @@ inputs follow each other in memory. Weights that take the same input (q, k and v
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -31,6 +33,11 @@ def pack(weight: jax.Array) -> jax.Array:
 def unpack(weight: jax.Array, outputs: int) -> jax.Array:
     """[panels, inputs, PANEL] to [inputs, outputs]."""
     return weight.transpose(1, 0, 2).reshape(weight.shape[1], -1)[:, :outputs]
+
+
+def split(joined: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
+    """The parts of these sizes that were joined along the last axis."""
+    return jnp.split(joined, list(itertools.accumulate(sizes))[:-1], axis=-1)
 
 
 def pack_params(params: dict[str, Any]) -> dict[str, Any]:
@@ -61,8 +68,7 @@ def unpack_params(params: dict[str, Any], config: LlamaConfig) -> dict[str, Any]
             for whole, parts in _joined(shapes):
                 joined, sizes = entry.pop(whole), [shapes[part][-1] for part in parts]
                 joined = joined if joined.ndim == 1 else unpack(joined, sum(sizes))
-                ends = [sum(sizes[: i + 1]) for i in range(len(sizes) - 1)]
-                entry |= zip(parts, jnp.split(joined, ends, axis=-1), strict=True)
+                entry |= zip(parts, split(joined, sizes), strict=True)
         plain[name] = entry
     return plain
 

@@ -9,8 +9,6 @@
 
 namespace {
 
-// Adds up the lanes of kLanes vectors: lane i of the result is the sum of sums[i]. Lanes that differ in one bit are added
-// at a time, which is the same order for every vector.
 inline Vec shuffle(Vec a, Vec b, Ints from) {
 #if defined(__clang__)
   Vec out;
@@ -31,6 +29,8 @@ inline __attribute__((always_inline)) Vec pair(Vec a, Vec b) {
   return shuffle(a, b, low) + shuffle(a, b, high);
 }
 
+// Adds up the lanes of kLanes vectors: lane i of the result is the sum of sums[i]. Lanes that differ in one bit are added
+// at a time, which is the same order for every vector.
 template <int kBit = kLanes / 2>
 inline __attribute__((always_inline)) Vec sum_lanes(const Vec* sums) {
   if constexpr (kBit == 0) {
