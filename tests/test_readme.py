@@ -15,15 +15,16 @@ README = (pathlib.Path(__file__).parent.parent / "README.md").read_text()
 
 @pytest.mark.slow
 def test_the_examples_run_as_printed(capsys):
-    names, printed = {"__name__": "readme"}, []
+    names, printed, results = {"__name__": "readme"}, [], []
     for block in re.findall(r"```python\n(.*?)```", README, re.S):
         if "class Repeat" not in block:
             exec(block, names)
             printed.append(capsys.readouterr().out)
+            results.append(names["result"])
     assert len(printed) > 4 and printed[1].strip()
     assert names["stream"].result.sequences[0].text in printed[2]
     assert int(printed[3].split()[-1]) > 20  # cached tokens of the second turn
-    assert [s.prompt_index for s in names["result"].sequences] == list(range(20))
+    assert [s.prompt_index for s in results[4].sequences] == list(range(20))
     lines = printed[5].splitlines()
     assert re.fullmatch(r"(yes|no), because [a-z ]{1,40}\.", lines[0])
     assert isinstance(json.loads(lines[1])["name"], str)

@@ -48,7 +48,9 @@ def test_options_slots_sessions_and_streams_are_exact_too():
     target = spec_jax.load_model("smollm2-135m-instruct")
     # All layers draft: every draft is right, options and all, and runs end anywhere in the text.
     config = {"method": "layer_skip", "exit_layer": target.config.num_layers, "num_speculative_tokens": 3}
-    prompts = [PROMPT[0], [{"role": "user", "content": "Count from one to nine in words."}], PROMPT[0]]
+    # Longer than a prefill chunk, so that the third prompt finds the chunk that it shares with the first.
+    long = [{"role": "system", "content": "You answer with care. " * 12}, *PROMPT[0]]
+    prompts = [long, [{"role": "user", "content": "Count from one to nine in words."}], long]
     params = [{**EVERYTHING, "max_tokens": 24, "temperature": t, "seed": 5, "top_p": 0.9} for t in (0.0, 0.7, 1.2)]
     plain = spec_jax.generate(target, prompts, None, params, max_batch_size=2)
     drafted = spec_jax.generate(target, prompts, config, params, max_batch_size=2)
