@@ -21,6 +21,8 @@ ACCEPT, TARGET, DRAFT = 0, 1, 2
 """Purposes of noise: acceptance uniforms; the target's own Gumbel noise (plain, bonus, residual); the drafter's."""
 NO_TOKEN = -1
 """In place of a token where the options leave none to choose; equal to no draft token."""
+BLOCK = 256
+"""Ids among which `best_token` looks for the best one first."""
 
 
 @flax.struct.dataclass
@@ -128,11 +130,21 @@ def best_token(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     NO_TOKEN where every score is -inf.
     """
-    best = jnp.argmax(scores).astype(jnp.int32)
-    peak = scores[best]
-    rest = jnp.where(jnp.arange(scores.shape[0]) == best, -jnp.inf, scores).max()
+    # One pass finds the best of every block, and the rest is looked up there: an argmax over a vocabulary takes XLA's
+    # CPU code four times as long as a maximum.
+    blocks = jnp.pad(scores, (0, -scores.shape[0] % BLOCK), constant_values=-jnp.inf).reshape(-1, BLOCK)
+    tops = blocks.max(axis=1)
+    at = jnp.argmax(tops)
+    block = blocks[at]
+    best = jnp.argmax(block)
+    peak = block[best]
+    rest = jnp.maximum(_without(tops, at).max(), _without(block, best).max())
     lead = jnp.where(rest == -jnp.inf, jnp.inf, peak - rest)
-    return jnp.where(peak == -jnp.inf, NO_TOKEN, best), lead
+    return jnp.where(peak == -jnp.inf, NO_TOKEN, at * BLOCK + best).astype(jnp.int32), lead
+
+
+def _without(scores: jax.Array, index: jax.Array) -> jax.Array:
+    return jnp.where(jnp.arange(scores.shape[0]) == index, -jnp.inf, scores)
 
 
 def is_broken(logits: jax.Array, vocab_size: int) -> jax.Array:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spec_jax.sampling import ACCEPT, DRAFT, TARGET, gumbel, mask_padding, process
+from spec_jax.sampling import ACCEPT, BLOCK, DRAFT, NO_TOKEN, TARGET, best_token, gumbel, mask_padding, process
 
 VOCAB = 50
 
@@ -83,3 +83,23 @@ def test_noise_differs_by_seed_position_and_purpose_and_repeats_otherwise():
     }
     assert len(set(draws.values())) == len(draws)
     assert np.asarray(gumbel(keys[1], jnp.int32(2), DRAFT, 16)).tobytes() == draws[1, 2, DRAFT]
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 7])
+def test_the_best_token_is_the_first_of_the_largest_and_leads_the_next(size):
+    rng = np.random.default_rng(size)
+    choose = jax.jit(best_token)
+    for scores in (
+        *rng.integers(0, 4, (8, size)).astype(np.float32),  # ties within and across blocks
+        *rng.standard_normal((8, size)).astype(np.float32),
+        np.where(rng.random(size) < 0.9, -np.inf, 1.0).astype(np.float32),
+        np.full(size, -np.inf, np.float32),
+    ):
+        token, lead = choose(scores)
+        order = np.argsort(-scores, kind="stable")
+        if scores.max() == -np.inf:
+            assert token == NO_TOKEN
+            continue
+        assert token == order[0]
+        left = scores[order[1]] if size > 1 else -np.inf
+        assert lead == (np.inf if left == -np.inf else scores[order[0]] - left)
