@@ -78,7 +78,14 @@ struct Query {
   // Turns scores into weights and returns their sum.
   float soften() const {
     float peak = scores[0];
-    for (int p = 1; p < count; ++p) peak = std::max(peak, scores[p]);
+    Vec peaks = splat(peak);
+    int whole = 0;
+    for (; whole + kLanes <= count; whole += kLanes) {
+      const Vec x = load(scores + whole);
+      peaks = x > peaks ? x : peaks;
+    }
+    for (int p = whole; p < count; ++p) peak = std::max(peak, scores[p]);
+    for (int i = 0; i < kLanes; ++i) peak = std::max(peak, peaks[i]);
     Vec total = {};
     for (int p = 0; p < count; p += kLanes) {
       Vec weight = exp_negative(load(scores + p) - peak);
