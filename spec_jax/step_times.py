@@ -15,8 +15,9 @@ import numpy as np
 from spec_jax.decode import Decoder
 from spec_jax.draft_length import Pace
 
-REPEATS = 3
-"""Measurements of every width, of which the fastest counts: what disturbs a step only makes it slower."""
+ROUNDS = 3
+"""Measurements of every width, in turns."""
+POLISHES = 4
 KEPT = 64
 
 _known: collections.OrderedDict[Any, StepTimes] = collections.OrderedDict()
@@ -33,11 +34,14 @@ class StepTimes:
 
     def __init__(self, nodes: int, batch: int, widths: tuple[int, ...]):
         self.nodes, self.batch, self._all_rows = nodes, batch, len(widths) > 1
-        powers = [2**i for i in range((nodes + 1).bit_length()) if 2**i < nodes + 1]
-        orders = [-1, *(powers if len(widths) == 1 else widths[:-1]), nodes + 1]
-        self._orders = collections.deque(orders * (REPEATS + 1))  # the first round warms up
-        self._warm = len(orders)
-        self._seconds: dict[int, list[tuple[int, float]]] = {order: [] for order in orders}
+        # Kernels that compute the needed rows take them in groups: halfway between powers of two the slope changes.
+        counts = sorted({1, 2, *(k * 2**i for i in range(1, 16) for k in (2, 3))})
+        chosen = [n for n in counts if n < nodes + 1] if len(widths) == 1 else widths[:-1]
+        orders = [-1, *chosen, nodes + 1]
+        self._orders = collections.deque(orders * (ROUNDS + 1))  # the first round warms up
+        self._per_round = len(orders)
+        self._taken = 0
+        self._seconds: list[tuple[int, int, int, float]] = []  # round, order, live rows, seconds
         self._pace: Pace | None = None
 
     @property
@@ -50,11 +54,10 @@ class StepTimes:
 
     def add(self, live: int, seconds: float) -> None:
         """Records the step that `next_order` ordered, with `live` rows."""
-        order = self._orders.popleft()
-        if self._warm:
-            self._warm -= 1
-        else:
-            self._seconds[order].append((live, seconds))
+        turn, order = self._taken // self._per_round, self._orders.popleft()
+        self._taken += 1
+        if turn:
+            self._seconds.append((turn, order, live, seconds))
 
     def pace(self, forced: int = 0) -> Pace:
         """What the decoder is told: an order, or what was measured."""
@@ -66,20 +69,36 @@ class StepTimes:
         return self._pace
 
     def _fit(self) -> Pace:
-        """Seconds by rows: the fastest of every order, between them a straight line, never falling."""
-        fastest: dict[int, float] = {}
+        """Seconds by rows, between the measured ones a straight line, never falling."""
+        proposed: dict[int, float] = {}
         alone: dict[int, float] = {}  # without a proposal
-        for order, found in self._seconds.items():
-            known = alone if order < 0 else fastest
-            for live, seconds in found:
-                rows = (self.batch if self._all_rows else live) * abs(order)
-                known[rows] = min(known.get(rows, np.inf), seconds)
-        rows = sorted(fastest)
-        seconds = np.maximum.accumulate([fastest[r] for r in rows])
-        added = [fastest[n] - alone[n] for n in alone if n in fastest]  # texts may have ended between the two
+        for (order, live), seconds in _polished(self._seconds).items():
+            known = alone if order < 0 else proposed
+            rows = (self.batch if self._all_rows else live) * abs(order)
+            known[rows] = min(known.get(rows, np.inf), seconds)
+        rows = sorted(proposed)
+        seconds = np.maximum.accumulate([proposed[r] for r in rows])
+        added = [proposed[n] - alone[n] for n in alone if n in proposed]  # texts may have ended between the two
         proposing = max(float(np.median(added)), 0.0) if added else 0.0
         table = np.interp(np.arange(self.batch * (self.nodes + 1) + 1), rows, seconds - proposing)
         return Pace(jnp.asarray(table, jnp.float32), jnp.float32(proposing), jnp.int32(0))
+
+
+def _polished(found: list[tuple[int, int, int, float]]) -> dict[tuple[int, int], float]:
+    """Seconds by order and live rows, freed of slow minutes and of single slow steps.
+
+    The policy goes by ratios. A busy machine slows a round as a whole, and now and then one step of it: the first is a
+    factor that the round's steps share, the second is what a median leaves out (Tukey's median polish, in logarithms).
+    """
+    rounds = dict.fromkeys((turn for turn, *_ in found), 0.0)
+    kinds = dict.fromkeys(((order, live) for _, order, live, _ in found), 0.0)
+    for _ in range(POLISHES):
+        for kind in kinds:
+            kinds[kind] = float(np.median([np.log(s) - rounds[t] for t, *k, s in found if tuple(k) == kind]))
+        for turn in rounds:
+            rounds[turn] = float(np.median([np.log(s) - kinds[tuple(k)] for t, *k, s in found if t == turn]))
+    usual = float(np.median(list(rounds.values())))
+    return {kind: float(np.exp(value + usual)) for kind, value in kinds.items()}
 
 
 def step_times(decoder: Decoder, batch: int, capacity: int) -> StepTimes | None:

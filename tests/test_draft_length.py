@@ -109,13 +109,32 @@ def measured(seconds_of, nodes=3, batch=1, widths=None):
     return times.pace()
 
 
-def test_step_times_are_the_fastest_measured_and_never_fall():
-    noise = iter(np.tile([5.0, 0.0, 0.3, 0.1], 100))  # the first round compiles and warms up
-    exact = {-1: 1.0, 1: 1.5, 2: 1.8, 4: 1.7}
-    pace = measured(lambda order: exact[order])
+EXACT = {-1: 1.0, 1: 1.5, 2: 1.8, 4: 1.7}
+
+
+def test_step_times_never_fall_and_drafting_is_told_apart():
+    pace = measured(lambda order: EXACT[order])
     np.testing.assert_allclose(pace.times, [1.0, 1.0, 1.3, 1.3, 1.3], rtol=1e-6)  # without the drafting, 0.5
     assert float(pace.draft) == pytest.approx(0.5) and int(pace.forced) == 0
-    assert bool((measured(lambda order: exact[order] + next(noise)).times >= pace.times - 1e-6).all())
+
+
+@pytest.mark.parametrize("slow", range(1, step_times.ROUNDS + 1))
+def test_neither_a_slow_round_nor_a_slow_step_changes_the_step_times(slow):
+    """The first round warms up and takes ten times as long; then one round is slow, and one step of another."""
+    steps = iter(range(1000))
+
+    def seconds_of(order):
+        turn, place = divmod(next(steps), len(EXACT))
+        factor = 10.0 if turn == 0 else 2.0 if turn == slow else 1.0
+        return EXACT[order] * factor * (7.0 if (turn, place) == (slow % step_times.ROUNDS + 1, 2) else 1.0)
+
+    pace, quiet = measured(seconds_of), measured(lambda order: EXACT[order])
+    np.testing.assert_allclose(pace.times, quiet.times, rtol=1e-5)
+
+
+def test_step_times_know_a_slope_that_changes_between_powers_of_two():
+    pace = measured(lambda order: 1.0 + 0.02 * abs(order) + 0.1 * max(order - 6, 0), nodes=7)
+    np.testing.assert_allclose(pace.times[1:7], 1.0 + 0.02 * np.arange(1, 7), rtol=1e-5)
 
 
 def test_step_times_of_a_batch_cover_every_number_of_rows():
