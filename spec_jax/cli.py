@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import spec_jax
-from spec_jax import cli_generate
+from spec_jax import cli_generate, cli_plan
 from spec_jax.cli_output import console, print_json
 
 
@@ -52,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_generate(commands)
     _add_bench(commands)
+    _add_plan(commands)
     _add_models(commands)
     _add_doctor(commands)
     return parser
@@ -107,6 +108,11 @@ def _add_bench(commands: Any) -> None:
     parser.add_argument(
         "--logdir", metavar="FOLDER", help="write TensorBoard scalars, one step per repeat; with --profile a trace"
     )
+
+
+def _add_plan(commands: Any) -> None:
+    summary = "choose the draft length for a model, a chip and a load"
+    cli_plan.add_options(_command(commands, "plan", cli_plan.run, summary, cli_plan.EXAMPLE))
 
 
 def _add_models(commands: Any) -> None:

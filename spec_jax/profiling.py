@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from spec_jax import bench, environment
 from spec_jax.compilation import compiled
@@ -22,7 +21,7 @@ from spec_jax.config import choose_width
 from spec_jax.decode_state import DecodeState
 from spec_jax.draft_length import default_pace
 from spec_jax.generation import check_config, prepare
-from spec_jax.kernels import cpu
+from spec_jax.peaks import Bandwidth, spread
 from spec_jax.prompts import Prompt, builtin_prompts, limit_per_category, model_input
 from spec_jax.requests import encode_prompts, make_requests
 from spec_jax.sampling_params import SamplingParams
@@ -32,9 +31,6 @@ from spec_jax.step_times import step_times
 REPEATS = 7
 ONE_ROW = "plain W=1"
 TRACE_STEPS = 4
-PROBE_READS = 4
-LARGEST_PROBE = 1 << 30
-"""Bytes; a larger array would tell nothing more about the memory's bandwidth."""
 
 
 def profile(
@@ -115,7 +111,7 @@ def profile(
     times = [t for method in found for t in method.times]
     trace = None if logdir is None else _write_trace(found, Path(logdir))
 
-    bandwidth = _Bandwidth(target.params)
+    bandwidth = Bandwidth(_bytes(target.params))
     # What is compared with each other is measured close to each other.
     jobs = [bandwidth.measure, *(lambda t=t, part=part: t.measure(part) for part in MEASURED for t in times)]
     jobs += [method.decode for method in found]
@@ -139,7 +135,7 @@ def profile(
         "repeats": repeats,
         "prompt_tokens": [len(prompt) for prompt in ids],
         "bandwidth": bandwidth.report(),
-        "bound": {"bytes": bound, "milliseconds": _spread(bound_seconds, 1000)},
+        "bound": {"bytes": bound, "milliseconds": spread(bound_seconds, 1000)},
         "rows": [method.names() | _row(t, one, bound_seconds) for method in found for t in method.times],
         "methods": [method.report(found) for method in found],
         "trace": trace,
@@ -166,10 +162,6 @@ def _bytes_to_read(target: Any, prompts: Sequence[Sequence[int]]) -> int:
     return cache + _bytes({k: v for k, v in target.params.items() if c.tie_embeddings or k != "embedding"})
 
 
-def _spread(values: Sequence[float], unit: float = 1) -> dict[str, float]:
-    return {name: unit * f(values) for name, f in (("median", statistics.median), ("min", min), ("max", max))}
-
-
 def _row(times: PartTimes, one: dict[str, list[float]], bound: Sequence[float]) -> dict[str, Any]:
     """One entry of `rows`, from the seconds of plain decoding at W=1 and those that the bandwidth allows."""
 
@@ -180,7 +172,7 @@ def _row(times: PartTimes, one: dict[str, list[float]], bound: Sequence[float]) 
     shares["unexplained"] = 1 - sum(shares.values())
     return {
         "rows": times.rows,
-        "milliseconds": {part: _spread(seconds, 1000) for part, seconds in times.seconds.items()},
+        "milliseconds": {part: spread(seconds, 1000) for part, seconds in times.seconds.items()},
         "unexplained": 1000 * statistics.median(times.seconds["step"]) * shares["unexplained"],
         "shares": shares,
         "step_ratio": ratio("step", one["step"]),
@@ -259,43 +251,11 @@ class _Method:
         loop, host = zip(*self._seconds, strict=True)
         return self.names() | {
             "exactness": self._call.level,
-            "loop": _spread(loop, 1000),
-            "host": _spread(host, 1000),
+            "loop": spread(loop, 1000),
+            "host": spread(host, 1000),
             "host_share": statistics.median(mine / (mine + other) for mine, other in zip(host, loop, strict=True)),
             "memory": memory | {"drafter": memory["drafter"] | {"temporaries": more}},
         }
-
-
-class _Bandwidth:
-    """How fast this device reads memory: bytes per second of an array of about the parameters' size."""
-
-    def __init__(self, params: Any):
-        own = jax.default_backend() == "cpu" and cpu.unavailable() is None
-        self._read_with, read = ("spec_jax.kernels.cpu.read", cpu.read) if own else ("jax.numpy.sum", jnp.sum)
-        self._array = jnp.ones(max(min(_bytes(params), LARGEST_PROBE) // 4, 1), jnp.float32)
-        self.speeds: list[float] = []
-
-        def again(_, carry):
-            x, _ = lax.optimization_barrier(carry)  # every read waits for the one before
-            return x, read(x).reshape(())
-
-        def program(x):
-            return lax.fori_loop(0, PROBE_READS, again, (x, jnp.float32(0)))
-
-        self._program = jax.jit(program, donate_argnums=0)
-        self._read()
-
-    def _read(self) -> None:
-        self._array, _ = jax.block_until_ready(self._program(self._array))
-
-    def measure(self) -> None:
-        start = time.perf_counter()
-        self._read()
-        self.speeds.append(PROBE_READS * self._array.nbytes / (time.perf_counter() - start))
-
-    def report(self) -> dict[str, Any]:
-        speeds, size = _spread(self.speeds), self._array.nbytes
-        return {"bytes_per_second": speeds, "bytes": size, "read_with": self._read_with}
 
 
 def _write_trace(found: Sequence[_Method], logdir: Path) -> dict[str, Any]:

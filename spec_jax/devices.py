@@ -1,0 +1,114 @@
+"""Accelerators as the planner sees them: published peaks of one chip, and the rows that its attention tiles take.
+
+The figures are the vendors' data sheets, dense bfloat16. Nothing here is measured, and no backend is loaded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+ROW_TILE = 8
+"""Rows to which an accelerator pads a weight product."""
+TPU_TILES = (8, 16, 32, 64, 128, 256)
+"""Query rows that a TPU kernel can be compiled for; the last one used is as many rows as the MXU has."""
+GPU_TILES = (8, 16, 32, 64, 128)
+"""Query rows of the attention kernels that GPU libraries ship (TensorRT-LLM's and FlashInfer's selectors agree)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """One chip.
+
+    Attributes:
+      name: as `--device` takes it.
+      title: for tables.
+      flops: operations per second, bfloat16 (on the machine at hand: float32).
+      bandwidth: bytes per second of the memory that holds weights and K/V.
+      memory: bytes of it.
+      link: bytes per second between chips, all links of one chip together; 0: there is only one chip.
+      tiles: query rows (tokens times query group) of one attention tile, ascending.
+      row_tile: rows to which a weight product is padded.
+    """
+
+    name: str
+    title: str
+    flops: float
+    bandwidth: float
+    memory: float
+    link: float
+    tiles: tuple[int, ...]
+    row_tile: int = ROW_TILE
+
+    @property
+    def tile(self) -> int:
+        """Query rows of the largest tile: beyond it the K/V cache is read once more."""
+        return self.tiles[-1]
+
+    @property
+    def ridge(self) -> float:
+        """Rows at which a product with bfloat16 weights takes as long as reading them."""
+        return self.flops / self.bandwidth
+
+    def tiles_of(self, rows: int) -> tuple[int, int]:
+        """How many tiles `rows` query rows take, and the rows that these have in all, empty ones included."""
+        full, rest = divmod(rows, self.tile)
+        last = next((tile for tile in self.tiles if tile >= rest), self.tile) if rest else 0
+        return full + bool(rest), full * self.tile + last
+
+
+def _chip(name: str, title: str, teraflops: float, bandwidth: float, memory: float, link: float, tiles) -> Device:
+    return Device(name, title, teraflops * 1e12, bandwidth * 1e9, memory * 1e9, link * 1e9, tuple(tiles))
+
+
+DEVICES = {
+    device.name: device
+    for device in (
+        # Tflop/s, then GB/s of the memory, its GB, GB/s of the links
+        _chip("v4", "TPU v4", 275, 1200, 32, 300, TPU_TILES[:-1]),
+        _chip("v5e", "TPU v5e", 197, 819, 16, 200, TPU_TILES[:-1]),
+        _chip("v5p", "TPU v5p", 459, 2765, 95, 600, TPU_TILES[:-1]),
+        _chip("v6e", "TPU v6e", 918, 1640, 32, 448, TPU_TILES),
+        _chip("tpu7x", "TPU7x", 2307, 7380, 192, 1200, TPU_TILES),
+        _chip("a10", "NVIDIA A10", 125, 600, 24, 64, GPU_TILES),
+        _chip("a100", "NVIDIA A100 80GB", 312, 2039, 80, 600, GPU_TILES),
+        _chip("h100", "NVIDIA H100 SXM", 989, 3350, 80, 900, GPU_TILES),
+        _chip("h200", "NVIDIA H200", 989, 4800, 141, 900, GPU_TILES),
+        _chip("b200", "NVIDIA B200", 2250, 8000, 192, 1800, GPU_TILES),
+    )
+}
+ALIASES = {"7x": "tpu7x", "v7x": "tpu7x", "ironwood": "tpu7x", "trillium": "v6e"}
+HERE = "here"
+"""The name of the machine at hand, which is measured."""
+
+
+def find_device(name: str) -> Device:
+    """The device of that name, `here` for the machine at hand. ValueError names the known ones."""
+    key = ALIASES.get(name.lower(), name.lower())
+    if key == HERE:
+        return this_machine()
+    if key not in DEVICES:
+        raise ValueError(f"device={name!r} is not known; allowed: {', '.join((*DEVICES, HERE))}")
+    return DEVICES[key]
+
+
+def this_machine() -> Device:
+    """The device of this process: known by its kind, or measured."""
+    from spec_jax import environment, peaks
+
+    kind = environment.devices()[0]["kind"].lower()
+    for device in DEVICES.values():
+        if all(word in kind for word in device.title.lower().replace(" sxm", "").replace(" 80gb", "").split()):
+            return device
+    found = peaks.measure()
+    # Rows are neither packed into tiles nor padded by the CPU's kernels: one tile of any size.
+    return Device(
+        HERE,
+        environment.describe_device(),
+        found.flops_per_second,
+        found.bytes_per_second,
+        found.memory or math.inf,
+        0.0,
+        (1 << 20,),
+        row_tile=1,
+    )
