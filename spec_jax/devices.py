@@ -14,6 +14,8 @@ TPU_TILES = (8, 16, 32, 64, 128, 256)
 """Query rows that a TPU kernel can be compiled for; the last one used is as many rows as the MXU has."""
 GPU_TILES = (8, 16, 32, 64, 128)
 """Query rows of the attention kernels that GPU libraries ship (TensorRT-LLM's and FlashInfer's selectors agree)."""
+UNPADDED = 1024
+"""Query rows up to which a CPU is planned for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +103,7 @@ def this_machine() -> Device:
         if all(word in kind for word in device.title.lower().replace(" sxm", "").replace(" 80gb", "").split()):
             return device
     found = peaks.measure()
-    # Rows are neither packed into tiles nor padded by the CPU's kernels: one tile of any size.
+    # The CPU's kernels compute the rows that there are: every number of them is a tile of its own.
     return Device(
         HERE,
         environment.describe_device(),
@@ -109,6 +111,6 @@ def this_machine() -> Device:
         found.bytes_per_second,
         found.memory or math.inf,
         0.0,
-        (1 << 20,),
+        tuple(range(1, UNPADDED + 1)),
         row_tile=1,
     )

@@ -134,6 +134,24 @@ def test_ridges_are_those_of_the_data_sheets():
         find_device("h300")
 
 
+def test_the_machine_at_hand_is_measured_and_pads_nothing(monkeypatch):
+    from spec_jax import peaks
+
+    monkeypatch.setattr(peaks, "measure", lambda: peaks.Peaks(20e9, 150e9, 8 << 30))
+    here, costs = find_device("here"), costs_from_config(LLAMA_8B)
+    assert (here.bandwidth, here.flops, here.tiles_of(12)) == (20e9, 150e9, (1, 12))
+    one, five = (step_time(here, costs, Load(1, 512), width).seconds for width in (1, 5))
+    assert one == pytest.approx((costs.parameters_read(1) * 2 + 131072 * 513) / 20e9) and five > one
+
+
+def test_peaks_are_positive_and_read_from_memory():
+    from spec_jax import peaks
+
+    bandwidth = peaks.Bandwidth(1 << 20)
+    bandwidth.measure()
+    assert bandwidth.speeds[0] > 0 and bandwidth.report()["bytes"] == 1 << 20
+
+
 def test_a_small_batch_is_bound_by_memory_and_a_large_one_by_operations():
     costs, device = costs_from_config(LLAMA_8B), DEVICES["h100"]
     one = step_time(device, costs, Load(1, 1024), 1)
