@@ -54,6 +54,7 @@ from spec_jax.kernels import cpu
 from spec_jax.metrics import Completion, total
 from spec_jax.models.layers import RowBlocks, joined_linear
 from spec_jax.models.packing import pack
+from spec_jax.peaks import spread
 from spec_jax.prompts import builtin_prompts, model_input, read_prompts
 from spec_jax.requests import encode_prompts, make_requests
 from spec_jax.results import completion
@@ -258,10 +259,6 @@ def measure(log, decoding, batches, repeats, deadline=math.inf, clock=time.perf_
         warm = batch
         print(f"batch {batch}, repeat {repeat + 1} of {repeats}", file=sys.stderr, flush=True)
     return True
-
-
-def spread(values: Sequence[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def rows_of(log: Log, sizes: Sizes, context: float, packed: bool) -> list[dict[str, Any]]:

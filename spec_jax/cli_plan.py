@@ -33,9 +33,9 @@ def add_options(parser: Any) -> None:
     )
     load.add_argument("--overhead-us", type=float, default=0.0, metavar="T", help="per forward pass, microseconds")
     drafting = parser.add_argument_group("drafting")
-    families = ", ".join((draft_costs.LOOKUP, "c=X", "layer_skip:N", *draft_costs.FAMILIES))
+    names = ", ".join(draft_costs.NAMES)
     drafting.add_argument(
-        "--drafter", default=draft_costs.LOOKUP, metavar="NAME", help=f"{families}, or a draft model's config.json"
+        "--drafter", default=draft_costs.LOOKUP, metavar="NAME", help=f"{names}, or a draft model's config.json"
     )
     drafting.add_argument(
         "--alpha", type=float, metavar="P", help=f"acceptance of every draft token (default: {ALPHA})"

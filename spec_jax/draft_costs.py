@@ -136,11 +136,12 @@ FAMILIES: Mapping[str, object] = {
     "dflash": dflash,
 }
 LOOKUP = "lookup"
+NAMES = (LOOKUP, "c=X", "layer_skip:N", *FAMILIES)
+"""What `find_drafter` knows; X and N stand for numbers."""
 
 
 def find_drafter(name: str, target: ModelCosts | None) -> DraftCosts:
     """The drafter of that name: `lookup`, `c=0.05`, `layer_skip:N` or one of `FAMILIES`. ValueError names them."""
-    allowed = ", ".join((LOOKUP, "c=X", "layer_skip:N", *FAMILIES))
     if name == LOOKUP:
         return lookup()
     kind, separator, value = name.partition("=" if name.startswith("c=") else ":")
@@ -153,6 +154,7 @@ def find_drafter(name: str, target: ModelCosts | None) -> DraftCosts:
     if kind == "layer_skip":
         return layer_skip(target, layers)
     if name not in FAMILIES:
+        allowed = ", ".join(NAMES)
         raise ValueError(f"drafter={name!r} is not known; allowed: {allowed}, or the config.json of a draft model")
     return FAMILIES[name](target)
 

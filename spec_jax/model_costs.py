@@ -7,12 +7,11 @@ family that `load_model` does not know yet can be planned for.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from spec_jax.fields import get, wrong
+from spec_jax.fields import get, read_json, wrong
 
 DTYPE_BYTES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0}
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -101,17 +100,9 @@ def read_costs(path: str | Path, weight_bytes: float | None = None, kv_bytes: fl
     """`costs_from_config` of a `config.json`, or of the folder that holds it."""
     path = Path(path)
     file = path / "config.json" if path.is_dir() else path
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(
-            f"config={str(path)!r} does not exist; give a config.json or the folder that holds it"
-        ) from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"config={str(path)!r} cannot be read as JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"config={str(path)!r} must hold a JSON object")
-    return costs_from_config(config, weight_bytes, kv_bytes, where=str(file))
+    if not file.exists():
+        raise ValueError(f"config={str(path)!r} does not exist; give a config.json or the folder that holds it")
+    return costs_from_config(read_json(file), weight_bytes, kv_bytes, where=str(file))
 
 
 def costs_from_config(

@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from spec_jax.checks import is_int
 from spec_jax.devices import Device
 from spec_jax.draft_costs import DraftCosts
 from spec_jax.model_costs import ModelCosts
@@ -32,7 +33,7 @@ def max_draft_tokens(groups: int, tile: int) -> int:
       ValueError: where not even plain decoding fits.
     """
     for name, value in (("groups", groups), ("tile", tile)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if not is_int(value) or value < 1:
             raise ValueError(f"{name}={value!r} must be a positive integer")
     if groups > tile:
         raise ValueError(
@@ -172,7 +173,7 @@ def plan(
     bound = max(device.tile // groups - 1, 0)
     if longest is None:
         longest = min(2 * bound + 1, MAX_DRAFT_TOKENS)
-    if not isinstance(longest, int) or longest < 0:
+    if not is_int(longest) or longest < 0:
         raise ValueError(f"longest={longest!r} must be 0 or a positive integer")
     plain = step_time(device, costs, load, 1).seconds
     lengths = []

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from spec_jax.checks import is_int
 from spec_jax.devices import Device
 from spec_jax.model_costs import ModelCosts
 
@@ -35,7 +36,7 @@ class Load:
     def __post_init__(self):
         for name in ("batch", "context", "tensor"):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            if not is_int(value) or value < 1:
                 raise ValueError(f"{name}={value!r} must be a positive integer")
         if not 0 <= self.overhead < 10:
             raise ValueError(f"overhead={self.overhead!r} must be seconds, 0 or more")
@@ -74,19 +75,17 @@ class StepTime:
         return self.used_rows / self.tile_rows
 
 
-def step_time(device: Device, costs: ModelCosts, load: Load, width: int, layers_only: bool = False) -> StepTime:
+def step_time(device: Device, costs: ModelCosts, load: Load, width: int) -> StepTime:
     """One forward pass of `width` tokens of every sequence.
 
     Args:
       device: one of the `load.tensor` chips.
       width: tokens in flight per sequence, K + 1 for a verification step.
-      layers_only: without the product with the vocabulary.
     """
     rows = load.batch * width
     padded = -(-rows // device.row_tile) * device.row_tile
-    head = costs.head_parameters if layers_only else 0
-    read = (costs.parameters_read(rows) - head) * costs.weight_bytes / load.tensor
-    computed = 2.0 * (costs.active_parameters - head) * padded / load.tensor
+    read = costs.parameters_read(rows) * costs.weight_bytes / load.tensor
+    computed = 2.0 * costs.active_parameters * padded / load.tensor
     products, products_bound = _longer(read / device.bandwidth, computed / device.flops)
 
     used = width * costs.query_group
