@@ -2,10 +2,11 @@
 
 Command:   python experiments/speedup_vs_batch.py --output speedup_vs_batch.jsonl [--prompts mt_bench.jsonl]
 Hardware:  any, one device; 2 CPU cores take about two hours (--time-budget does a part, the same command goes on).
-Expected:  the longer the drafts, the smaller the batch from which they lose. SmolLM2-135M on a 2-core x86-64, measured
-           with other loads on it (24 tokens of 4 prompts, 1 to 3 repeats), at batch 1, 4, 16: K=3 1.17, 1.53, 0.48; K=7
-           1.47, 0.64, 0.34; auto 1.40, 1.67, 0.55. Falls below 1 at batch (predicted: roofline, step times): K=3 8.1
-           (8.7, 6.1), K=7 2.2 (5.3, 1), auto 9.2 (14, 6.1); at 16 step times predict 0.53, 0.34 and 0.51.
+Expected:  the longer the drafts, the smaller the batch from which they lose. SmolLM2-135M on a quiet 2-core x86-64 (24
+           tokens of 4 MT-bench prompts, which repeat little; 2 repeats) at batch 1, 4, 16: K=5 0.95, 0.77, 0.45; auto
+           1.01, 0.97, 0.77. Step times predict 0.96, 0.78, 0.42 and 0.98, 0.87, 0.74; the roofline 1.05, 0.90, 0.39
+           and 1.04, 1.05, 1.00. At batch 16 auto drafts nothing; its forward pass of 16 rows is slower beside 112
+           that are not computed (54 against 48 ms, `bench --profile`).
 
 Measured: greedy decoding at `max_batch_size=batch`, cycling through the same prompts at every batch size. Slots are
 refilled, and the clock stops when one would stay empty: the batch is always full. Plain decoding (K = 0) and prompt

@@ -18,6 +18,7 @@ from typing import Any
 
 import spec_jax
 from spec_jax import environment
+from spec_jax.checks import check_counts
 from spec_jax.config import choose_width
 from spec_jax.generation import encode_prompts
 from spec_jax.prompts import Prompt, builtin_prompts, limit_per_category, model_input
@@ -95,9 +96,7 @@ def run_bench(
     `max_prompts` counts per category. Batches never mix categories, so a category with fewer prompts than `batch_size`
     runs as a smaller batch. `progress` is called with steps done, steps in total and a description.
     """
-    for name, value in (("max_tokens", max_tokens), ("repeats", repeats), ("batch_size", batch_size)):
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}={value!r} must be a positive integer")
+    check_counts(max_tokens=max_tokens, repeats=repeats, batch_size=batch_size)
     if target.tokenizer is None:
         raise ValueError(
             f"model {target.name!r} has no tokenizer, so bench cannot encode prompts; add a tokenizer.json"

@@ -81,9 +81,11 @@ def move_path(cache: KVCache, path: jax.Array) -> KVCache:
     `path` is int32 [batch, count] with path[:, i] >= i, so that no source is overwritten before it is read.
     """
     source = cache.length[:, None] + path  # [batch, count]
+    batch, kv_heads = cache.k[0].shape[:2]
+    rows, heads = jnp.arange(batch)[:, None, None], jnp.arange(kv_heads)[None, :, None]
 
     def gather(slots):
-        rows = jnp.take_along_axis(slots, source[:, None, :, None], axis=2, mode="clip")
-        return write_rows(slots, rows, cache.length)
+        # Indexed as `write_rows` does: `take_along_axis` makes a TPU keep the cache in another layout, and copy it.
+        return write_rows(slots, slots.at[rows, heads, source[:, None]].get(mode="clip"), cache.length)
 
     return cache.replace(k=tuple(map(gather, cache.k)), v=tuple(map(gather, cache.v)))

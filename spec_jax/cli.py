@@ -135,18 +135,22 @@ def _bench(arguments: argparse.Namespace) -> int:
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     from spec_jax import bench, profile_view, profiling
+    from spec_jax.checks import check_counts
     from spec_jax.prompts import read_prompts
 
     prompts = None if arguments.prompts is None else read_prompts(arguments.prompts)
     draft_model = arguments.draft_model
     methods = _bench_methods(arguments.methods, draft_model)
-    bench.plan_runs(methods, draft_model, arguments.verify_width, arguments.exact)  # refuse before loading weights
+    # Refuse before loading weights.
+    bench.plan_runs(methods, draft_model, arguments.verify_width, arguments.exact)
+    repeats = {} if arguments.repeats is None else {"repeats": arguments.repeats}
+    check_counts(max_tokens=arguments.max_tokens, batch_size=arguments.batch_size, **repeats)
+    spec_jax.SamplingParams(temperature=arguments.temperature)
     spec_jax.enable_compilation_cache()
     target = spec_jax.load_model(arguments.model, dtype=arguments.dtype)
     if draft_model is not None:
         draft_model = spec_jax.load_model(draft_model, dtype=arguments.dtype)
     measure = profiling.profile if arguments.profile else bench.run_bench
-    repeats = {} if arguments.repeats is None else {"repeats": arguments.repeats}
     count, description = TextColumn("{task.completed}/{task.total}"), TextColumn("{task.description}", markup=False)
     with Progress(count, BarColumn(), TimeElapsedColumn(), description, console=console()) as bar:
         task = bar.add_task("starting", total=None)

@@ -12,7 +12,8 @@ from typing import Any
 
 import spec_jax
 from spec_jax import fields
-from spec_jax.config import METHODS, RULES
+from spec_jax.config import METHODS
+from spec_jax.rule_names import RULES, full_name
 from spec_jax.sampling_params import MAX_LOGPROBS, SamplingParams
 
 EXAMPLE = 'spec-jax generate "Why is the sky blue?" --method ngram --num-speculative-tokens 5 --show-acceptance'
@@ -43,7 +44,12 @@ def add_options(parser: Any) -> None:
     method.add_argument("--speculative-config", metavar="JSON", help="all keys at once, instead of --method and others")
     method.add_argument("--num-speculative-tokens", type=int, metavar="K", help="draft tokens per step")
     method.add_argument("--draft-model", metavar="NAME", help="the drafter of --method draft_model")
-    method.add_argument("--rule", choices=RULES, help="how drafts are verified (rejection_sample_method)")
+    method.add_argument(
+        "--rule",
+        metavar="RULE",
+        type=rule,
+        help=f"how drafts are verified (rejection_sample_method): {', '.join(RULES)}. The lossy ones change the output",
+    )
     method.add_argument("--verify-width", type=width, metavar="W", help="rows per target step, K+1 or more, or auto")
     method.add_argument(
         "--exact",
@@ -88,6 +94,14 @@ def add_options(parser: Any) -> None:
         help=f"log-probability per token, and the N likeliest (0-{MAX_LOGPROBS})",
     )
     output.add_argument("--show-acceptance", action="store_true", help="mark which tokens were drafted and accepted")
+
+
+def rule(text: str) -> str:
+    """The type of `--rule`."""
+    try:
+        return full_name(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def width(text: str) -> int | str:

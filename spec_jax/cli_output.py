@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from spec_jax.text import INCOMPLETE
@@ -17,6 +18,14 @@ TOKEN_WIDTH = 16
 
 def print_json(report: dict[str, Any]) -> None:
     print(json.dumps(report, allow_nan=False, ensure_ascii=False))
+
+
+def write_csv(file: str, rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None = None) -> None:
+    """Writes a table; columns: those of the first row where none are given, empty in rows that lack one."""
+    with open(file, "w", newline="", encoding="utf-8") as target:
+        writer = csv.DictWriter(target, columns or list(rows[0]), lineterminator="\n", restval="")
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def console(stderr: bool = True) -> Any:
@@ -151,7 +160,8 @@ def stats_line(result: Any, sampled: bool) -> str:
         )
     else:
         parts.append("nothing drafted")
-    parts.append(f"exactness {result.exactness}, {stats.near_ties} near-ties")
+    lossy = result.exactness == "lossy"
+    parts.append("LOSSY rule" if lossy else f"exactness {result.exactness}, {stats.near_ties} near-ties")
     if stats.num_cached_tokens:
         parts.append(f"{stats.num_cached_tokens} prompt tokens from the cache")
     if sampled and len(result.sequences) == 1:

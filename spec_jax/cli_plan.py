@@ -12,10 +12,14 @@ from spec_jax.cli_output import console, print_json
 from spec_jax.devices import ALIASES, DEVICES, HERE, Device, find_device
 from spec_jax.model_costs import ModelCosts, read_costs
 from spec_jax.roofline import Load
+from spec_jax.stacks import IDEAL, STACKS, find_stack
 
 EXAMPLE = "spec-jax plan --config path/to/config.json --device h200,v6e --batch 1,8,64 --drafter eagle3 --alpha 0.8"
 ALPHA = 0.7
-CONTEXT = 1024
+_DEFAULTS = {"batch": "1", "context": 1024, "tensor": 1, "overhead_us": 0.0}
+_DEFAULTS |= {"stack": IDEAL.name, "drafter": draft_costs.LOOKUP}
+_DEFAULTS |= dict.fromkeys(("alpha", "acceptance", "longest", "weight_bytes", "kv_bytes", "plot"))
+"""Of the options that the tile alone has no use for."""
 
 
 def add_options(parser: Any) -> None:
@@ -26,17 +30,15 @@ def add_options(parser: Any) -> None:
     tile.add_argument("--groups", type=int, metavar="G", help="query heads per key/value head, instead of --config")
     tile.add_argument("--tile", type=int, metavar="ROWS", help="query rows of one attention tile, instead of --device")
     load = parser.add_argument_group("load")
-    load.add_argument("--batch", metavar="B,B", default="1", help="sequences at once (default: %(default)s)")
-    load.add_argument("--context", type=int, default=CONTEXT, metavar="TOKENS", help="of each (default: %(default)s)")
-    load.add_argument(
-        "--tensor", type=int, default=1, metavar="CHIPS", help="that share a layer (default: %(default)s)"
-    )
-    load.add_argument("--overhead-us", type=float, default=0.0, metavar="T", help="per forward pass, microseconds")
+    load.add_argument("--batch", metavar="B,B", help="sequences at once (default: %(default)s)")
+    load.add_argument("--context", type=int, metavar="TOKENS", help="of each (default: %(default)s)")
+    load.add_argument("--tensor", type=int, metavar="CHIPS", help="that share a layer (default: %(default)s)")
+    load.add_argument("--overhead-us", type=float, metavar="T", help="per forward pass, microseconds")
+    names = ", ".join(STACKS)
+    load.add_argument("--stack", metavar="NAME", help=f"the software, by what it adds: {names} (default: %(default)s)")
     drafting = parser.add_argument_group("drafting")
     names = ", ".join(draft_costs.NAMES)
-    drafting.add_argument(
-        "--drafter", default=draft_costs.LOOKUP, metavar="NAME", help=f"{names}, or a draft model's config.json"
-    )
+    drafting.add_argument("--drafter", metavar="NAME", help=f"{names}, or a draft model's config.json")
     drafting.add_argument(
         "--alpha", type=float, metavar="P", help=f"acceptance of every draft token (default: {ALPHA})"
     )
@@ -50,6 +52,7 @@ def add_options(parser: Any) -> None:
     sizes.add_argument("--weight-bytes", type=float, metavar="X", help="per parameter (default: of the config's dtype)")
     sizes.add_argument("--kv-bytes", type=float, metavar="X", help="per number of the cache (default: the same)")
     parser.add_argument("--plot", metavar="FILE", help="draw speed-ups over draft lengths (extra `plot`)")
+    parser.set_defaults(**_DEFAULTS)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -71,6 +74,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _tile_only(arguments: argparse.Namespace) -> int:
+    for name, default in _DEFAULTS.items():
+        if getattr(arguments, name) != default:
+            raise ValueError(
+                f"--{name.replace('_', '-')} says nothing about the tile alone; leave it out, or give --config"
+            )
     if arguments.groups is None:
         raise ValueError("nothing to plan: give --config, or --groups with --tile or --device")
     if arguments.tile is None and arguments.device is None:
@@ -113,6 +121,8 @@ def _devices(names: str) -> list[Device]:
 
 
 def _drafter(name: str, target: ModelCosts, arguments: argparse.Namespace) -> draft_costs.DraftCosts:
+    if not name.strip():
+        raise ValueError(f"--drafter {name!r} must be one of {', '.join(draft_costs.NAMES)}, or a config.json")
     path = Path(name)
     if path.suffix == ".json" or path.is_dir():
         return draft_costs.draft_model(read_costs(path, arguments.weight_bytes, arguments.kv_bytes))
@@ -130,15 +140,20 @@ def _plan(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[tuple[Dev
         value = getattr(arguments, option)
         if value is not None and not 0 < value <= 16:
             raise ValueError(f"--{option.replace('_', '-')} {value} must be bytes, above 0 and at most 16")
+    if not arguments.config:
+        raise ValueError("--config '' must be a config.json, or the folder that holds it")
+    if not 0 <= arguments.overhead_us < float("inf"):
+        raise ValueError(f"--overhead-us {arguments.overhead_us} must be microseconds, 0 or more")
     costs = read_costs(arguments.config, arguments.weight_bytes, arguments.kv_bytes)
     drafter = _drafter(arguments.drafter, costs, arguments)
     batches = _numbers(arguments.batch, int, "--batch")
     if not batches:
         raise ValueError(f"--batch {arguments.batch!r} names no batch")
+    stack = find_stack(arguments.stack)
     plans, entries = [], []
-    for device in _devices(arguments.device or "h100"):
+    for device in _devices("h100" if arguments.device is None else arguments.device):
         for batch in batches:
-            load = Load(batch, arguments.context, arguments.tensor, 1e-6 * arguments.overhead_us)
+            load = Load(batch, arguments.context, arguments.tensor, 1e-6 * arguments.overhead_us, stack)
             found = planner.plan(device, costs, acceptance, drafter, load, arguments.longest)
             memory = planner.memory_bytes(costs, drafter, load, found.best.num_draft_tokens)
             plans.append((device, found))
@@ -163,6 +178,7 @@ def _plan(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[tuple[Dev
         "groups": costs.query_group,
         "context": arguments.context,
         "tensor": arguments.tensor,
+        "stack": stack.name,
         "drafter": drafter.name,
         "acceptance": rates,
         "kind": "projected: roofline of published peaks, nothing was run"
@@ -181,7 +197,8 @@ def _tables(report: dict[str, Any], plans: list[tuple[Device, planner.Plan]]) ->
     rates = ", ".join(f"{rate:g}" for rate in report["acceptance"])
     title = (
         f"{report['config']}: {size:.2f} G parameters ({active:.2f} G per token), query group {report['groups']}; "
-        f"context {report['context']}, {report['tensor']} chip(s), drafter {report['drafter']}, acceptance {rates}"
+        f"context {report['context']}, {report['tensor']} chip(s), stack {report['stack']}, "
+        f"drafter {report['drafter']}, acceptance {rates}"
     )
     best = Table(title=escape(title), caption=escape(f"{report['kind']}. {_BEST}"), caption_justify="left")
     tile = Table(title="The tile and the memory at the best K", caption=_TILE, caption_justify="left")

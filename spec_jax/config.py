@@ -10,14 +10,21 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from spec_jax.checks import is_int, nearest, plain
+from spec_jax import rule_names
+from spec_jax.checks import is_int, is_number, nearest, plain
 
 METHODS = ("none", "ngram", "draft_model", "layer_skip")
-RULES = ("coupled", "standard")
+DYNAMIC_TREES = ("eagle2", "opt_tree")
 WIDTHS = (4, 8, 16, 32, 64, 128)
 DEFAULT_TOKENS = {"none": 0, "ngram": 5, "draft_model": 4, "layer_skip": 4}
 AUTO_TOKENS = 7
 MAX_LOOKUP = 64
+DYNAMIC_NODES = 24
+MAX_TREE_OPTION = 64
+TREE_TOP_K = 4
+TREE_DEPTH = {"eagle2": 5, "opt_tree": 8}
+TREE_THRESHOLD = 0.5
+TREE_OPTIONS = ("tree_top_k", "tree_depth", "tree_threshold")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,14 +33,33 @@ class SpeculativeConfig:
 
     Attributes:
       method: "none" | "ngram" | "draft_model" | "layer_skip".
-      num_speculative_tokens: K, draft tokens per step. Default: ngram 5, draft_model 4, layer_skip 4.
+      num_speculative_tokens: K, draft tokens per step. Default: ngram 5, draft_model 4, layer_skip 4; the nodes of a
+        static tree, which no other number may be given for; 24 nodes of a dynamic one.
       verify_width: rows of one verification step, at least K + 1; None: 8 where K + 1 <= 8, else the next of
         4, 8, 16, 32, 64, 128. "auto": every step verifies as many drafts, up to K, as promise the most tokens per
         second, none included (`spec_jax.draft_length`); K is 7 then unless it is given.
-      rejection_sample_method: "coupled" (same seed, same text whatever the drafter) or "standard" (Leviathan et al.,
-        https://arxiv.org/abs/2211.17192). None: "standard" where drafts are sampled, else "coupled". At temperature 0
-        both are exact greedy decoding.
+      rejection_sample_method: "coupled" (same seed, same text whatever the drafter), "standard" (Leviathan et al.,
+        https://arxiv.org/abs/2211.17192), "block" (Sun et al., https://arxiv.org/abs/2403.10444: keeps more of sampled
+        drafts); for trees too "recursive" (on a chain it keeps what "standard" keeps), "kseq" (SpecTr,
+        https://arxiv.org/abs/2310.15141: siblings drawn with replacement) or "traversal"
+        (https://arxiv.org/abs/2505.12398: keeps the most; on a chain as much as "block"). None: where drafts are
+        sampled "standard", of a tree "recursive", else "coupled". At temperature 0 all of these are exact greedy
+        decoding. LOSSY, so that the output is not the target's: "lossy_typical", "lossy_relaxed" and "lossy_lenience",
+        see `spec_jax.rules.lossy`.
+      posterior_threshold, posterior_alpha: lossy_typical only (Medusa's epsilon and delta). Default 0.09 and 0.3.
+      relaxed_top_k, relaxed_delta: lossy_relaxed only. Default 10 and 0.6.
+      lenience: lossy_lenience only, above 0 and at most 1, where it is lossless. Default 0.5.
       draft_sample_method: "greedy" or "probabilistic" (draft_model and layer_skip: sample the draft, keep the true q).
+      speculative_token_tree: draft_model and layer_skip: draft a tree. Its nodes as paths, a list or its text, see
+        `token_tree.parse_tree` (kept as a tuple of paths), or a tree grown anew in every step, the best nodes of a pool
+        by the drafter's own probabilities: "eagle2" (https://arxiv.org/abs/2406.16858) or "opt_tree"
+        (https://arxiv.org/abs/2406.17276), which stops growing by itself. None: a chain.
+      tree_top_k, tree_depth: of dynamic trees: children per node, which is also the nodes expanded per level, and the
+        levels at most. Default 4, and 5 levels of "eagle2" or 8 of "opt_tree".
+      tree_threshold: of "opt_tree": another level is drafted only if the last one added more expected tokens than
+        this. Default 0.5.
+      draft_with_replacement: of sampled trees: siblings are drawn independently of each other and may be equal, as
+        "kseq" wants them. By default no two are, which keeps more.
       prompt_lookup_max, prompt_lookup_min: ngram only, longest and shortest suffix looked up. Default 3 and 1.
       model: draft_model only: a hub name, a folder, a .gguf file or a loaded `Model`.
       exit_layer: layer_skip only: draft with the first `exit_layer` layers. Default: a third of the layers.
@@ -45,6 +71,16 @@ class SpeculativeConfig:
     verify_width: int | None = None
     rejection_sample_method: str | None = None
     draft_sample_method: str = "greedy"
+    posterior_threshold: float | None = None
+    posterior_alpha: float | None = None
+    relaxed_top_k: int | None = None
+    relaxed_delta: float | None = None
+    lenience: float | None = None
+    speculative_token_tree: Any = None
+    tree_top_k: int | None = None
+    tree_depth: int | None = None
+    tree_threshold: float | None = None
+    draft_with_replacement: bool = False
     prompt_lookup_max: int | None = None
     prompt_lookup_min: int | None = None
     model: Any = None
@@ -57,6 +93,13 @@ class SpeculativeConfig:
         if self.method not in METHODS:
             raise ValueError(f"method={self.method!r} is not known{nearest(str(self.method), METHODS)}; "
                              f"known methods: {', '.join(METHODS)}")  # fmt: skip
+        if self.rejection_sample_method is not None:
+            object.__setattr__(self, "rejection_sample_method", rule_names.full_name(self.rejection_sample_method))
+        if self.speculative_token_tree is not None or self.draft_with_replacement:
+            self._check_tree()
+        elif options := [name for name in TREE_OPTIONS if getattr(self, name) is not None]:
+            raise ValueError(f"{options[0]} belongs to a dynamic tree; give speculative_token_tree as one of "
+                             f"{', '.join(DYNAMIC_TREES)}")  # fmt: skip
         k = self.num_speculative_tokens
         if k is None:
             auto = self.verify_width == "auto" and self.method != "none"
@@ -69,10 +112,6 @@ class SpeculativeConfig:
         width = self.verify_width
         if width is not None and width != "auto" and (not is_int(width) or width < 1):
             raise ValueError(f"verify_width={width!r} must be a positive integer, 'auto', or None for the default")
-        if self.rejection_sample_method is not None and self.rejection_sample_method not in RULES:
-            name = self.rejection_sample_method
-            raise ValueError(f"rejection_sample_method={name!r} is not known{nearest(str(name), RULES)}; "
-                             f"allowed: {', '.join(RULES)}")  # fmt: skip
         if self.draft_sample_method not in ("greedy", "probabilistic"):
             raise ValueError(f"draft_sample_method={self.draft_sample_method!r} must be 'greedy' or 'probabilistic'")
         owners = {
@@ -85,6 +124,12 @@ class SpeculativeConfig:
         if self.draft_sample_method == "probabilistic" and self.method not in ("draft_model", "layer_skip"):
             raise ValueError(f"draft_sample_method='probabilistic' needs a drafter that samples (draft_model, "
                              f"layer_skip); method={self.method!r} proposes deterministically")  # fmt: skip
+        self.rule_options  # noqa: B018  (checks them)
+        drawn = self.draft_sample_method == "probabilistic"
+        independent = drawn and (self.speculative_token_tree is None or self.draft_with_replacement)
+        if self.rule == "kseq" and self.method != "none" and not independent:
+            raise ValueError("rejection_sample_method='kseq' judges siblings drawn independently; it needs draft_"
+                             "sample_method='probabilistic' and, in trees, draft_with_replacement=True")  # fmt: skip
         if self.method == "ngram":
             longest = self.prompt_lookup_max
             shortest = self.prompt_lookup_min
@@ -108,11 +153,89 @@ class SpeculativeConfig:
                 raise ValueError(f"draft_layers={layers!r} must be a list of different layer ids in ascending order")
             object.__setattr__(self, "draft_layers", tuple(layers))
 
+    def _check_tree(self):
+        """Checks what belongs to trees, and fills in its defaults."""
+        if hasattr(self.speculative_token_tree, "tolist"):  # a NumPy array
+            object.__setattr__(self, "speculative_token_tree", self.speculative_token_tree.tolist())
+        tree, method, sampled = self.speculative_token_tree, self.method, self.draft_sample_method == "probabilistic"
+        replacement = self.draft_with_replacement
+        if not isinstance(replacement, bool):
+            raise ValueError(f"draft_with_replacement={replacement!r} must be True or False")
+        if replacement and (tree is None or not sampled or self.rejection_sample_method == "coupled"):
+            raise ValueError("draft_with_replacement=True is about siblings that are sampled: it needs "
+                             "speculative_token_tree, draft_sample_method='probabilistic', and another rule than "
+                             "'coupled', which takes the target's own noise")  # fmt: skip
+        if method not in ("draft_model", "layer_skip"):
+            raise ValueError(f"speculative_token_tree={tree!r} needs a drafter of trees (draft_model, layer_skip); "
+                             f"method={method!r} drafts chains")  # fmt: skip
+        if self.verify_width == "auto":
+            raise ValueError("verify_width='auto' chooses how much of a chain is verified; give a number, or leave it "
+                             "out, with speculative_token_tree")  # fmt: skip
+        if self.rejection_sample_method in rule_names.CHAIN_RULES:
+            trees = ", ".join(rule for rule in rule_names.RULES if rule not in rule_names.CHAIN_RULES)
+            raise ValueError(f"rejection_sample_method={self.rejection_sample_method!r} verifies chains; with "
+                             f"speculative_token_tree use one of {trees}, or leave it out")  # fmt: skip
+        if isinstance(tree, str) and tree[:1].isalpha() and tree not in DYNAMIC_TREES:
+            raise ValueError(f"speculative_token_tree={tree!r} is not known{nearest(tree, DYNAMIC_TREES)}; give one of "
+                             f"{', '.join(DYNAMIC_TREES)}, or paths such as [[0], [0, 0], [1]]")  # fmt: skip
+        if tree not in DYNAMIC_TREES:
+            self._check_static_tree()
+            return
+        if sampled:
+            raise ValueError(f"draft_sample_method='probabilistic' does not go with speculative_token_tree={tree!r}, "
+                             f"whose nodes are the likeliest ones; give a tree as paths to sample it")  # fmt: skip
+        if tree != "opt_tree" and self.tree_threshold is not None:
+            raise ValueError(f"tree_threshold belongs to speculative_token_tree='opt_tree', not {tree!r}")
+        for name, default in (("tree_top_k", TREE_TOP_K), ("tree_depth", TREE_DEPTH[tree])):
+            value = default if getattr(self, name) is None else getattr(self, name)
+            if not is_int(value) or not 1 <= value <= MAX_TREE_OPTION:
+                raise ValueError(f"{name}={value!r} must be an integer from 1 to {MAX_TREE_OPTION}")
+            object.__setattr__(self, name, value)
+        if tree == "opt_tree":
+            threshold = TREE_THRESHOLD if self.tree_threshold is None else self.tree_threshold
+            if not is_number(threshold) or not 0 <= threshold < 1:
+                raise ValueError(f"tree_threshold={threshold!r} must be a number from 0 to below 1: expected tokens "
+                                 f"that a level adds, which are at most 1")  # fmt: skip
+            object.__setattr__(self, "tree_threshold", float(threshold))
+        pool = self.tree_top_k + (self.tree_depth - 1) * self.tree_top_k**2
+        nodes = min(DYNAMIC_NODES, pool) if self.num_speculative_tokens is None else self.num_speculative_tokens
+        if is_int(nodes) and nodes > pool:
+            raise ValueError(f"num_speculative_tokens={nodes} is more than the {pool} candidates of tree_top_k="
+                             f"{self.tree_top_k} and tree_depth={self.tree_depth}; raise one of these")  # fmt: skip
+        from spec_jax.token_tree import MAX_NODES  # it takes NumPy, which others need not wait for
+
+        if is_int(nodes) and nodes > MAX_NODES:
+            raise ValueError(f"num_speculative_tokens={nodes} is more than the {MAX_NODES} nodes that a tree may have")
+        object.__setattr__(self, "num_speculative_tokens", nodes)
+
+    def _check_static_tree(self):
+        from spec_jax.token_tree import parse_tree, paths_of  # it takes NumPy, which others need not wait for
+
+        if options := [name for name in TREE_OPTIONS if getattr(self, name) is not None]:
+            raise ValueError(f"{options[0]} belongs to a dynamic tree ({', '.join(DYNAMIC_TREES)}), and "
+                             f"speculative_token_tree lists every node")  # fmt: skip
+        try:
+            parents = parse_tree(self.speculative_token_tree)
+        except ValueError as error:
+            raise ValueError(f"speculative_token_tree: {error}") from None
+        k = self.num_speculative_tokens
+        if k is not None and (not is_int(k) or k != len(parents)):
+            raise ValueError(f"num_speculative_tokens={k!r}, but speculative_token_tree has {len(parents)} nodes; "
+                             f"leave num_speculative_tokens out")  # fmt: skip
+        object.__setattr__(self, "speculative_token_tree", paths_of(parents))
+        object.__setattr__(self, "num_speculative_tokens", len(parents))
+
     @property
     def rule(self) -> str:
         """The verification rule in force."""
         sampled = self.draft_sample_method == "probabilistic"
-        return self.rejection_sample_method or ("standard" if sampled else "coupled")
+        default = "coupled" if not sampled else "standard" if self.speculative_token_tree is None else "recursive"
+        return self.rejection_sample_method or default
+
+    @property
+    def rule_options(self) -> tuple[float, ...]:
+        """What the rule in force is told beside the drafts; nothing but for lossy rules."""
+        return rule_names.options_of(self.rule, {name: getattr(self, name) for name in rule_names.OPTIONS})
 
 
 def parse_speculative_config(value: Any, verify_width: int | str | None = None) -> SpeculativeConfig:
@@ -127,9 +250,9 @@ def parse_speculative_config(value: Any, verify_width: int | str | None = None) 
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             hint = f'; write {{"method": "{value}"}}' if value in METHODS else ""
-            raise ValueError(f"speculative_config={value!r} is not JSON: {error}{hint}") from None
+            raise ValueError(f"speculative_config={value!r:.200} is not JSON: {error}{hint}") from None
     if not isinstance(value, Mapping):
         raise ValueError(f"speculative_config must be a dict, a JSON object or a SpeculativeConfig, not {value!r}")
     known = [f.name for f in dataclasses.fields(SpeculativeConfig)]

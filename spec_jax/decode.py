@@ -29,13 +29,13 @@ from spec_jax.decode_state import (
 from spec_jax.draft_length import Acceptance, CostModel, Pace, default_pace
 from spec_jax.drafting.base import Draft, Seen, TargetView, View
 from spec_jax.flight import acceptable, active_rows, shape_of
-from spec_jax.kernels.attention import pack_ancestors
+from spec_jax.kernels.masks import pack_ancestors
 from spec_jax.models.layers import RowBlocks
 from spec_jax.models.llama import ForwardOutput
 from spec_jax.prefill import prefill
 from spec_jax.processors import Committed, read_committed, read_flight
-from spec_jax.sampling import NO_TOKEN, SamplingState
-from spec_jax.verify import Verification, verify
+from spec_jax.sampling import NO_TOKEN, SamplingState, of_round
+from spec_jax.verify import ROUND_RULES, Verification, verify
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,10 +47,11 @@ class Decoder:
       drafter: the drafter.
       vocab_size: usable ids of the target.
       width: rows of one verification step, at least drafter.num_nodes + 1.
-      rule: "coupled" or "standard".
+      rule: the verification rule, see `verify.verify`.
       rows: canonical row blocks of the target's forward passes.
       prefill_chunk: prompt tokens per row and prefill step.
       policy: how many draft tokens a step verifies; None: as many as the drafter proposes.
+      rule_options: what a lossy rule is told.
     """
 
     module: Any
@@ -61,6 +62,7 @@ class Decoder:
     rows: RowBlocks
     prefill_chunk: int
     policy: CostModel | None = None
+    rule_options: tuple[float, ...] = ()
 
     def __post_init__(self):
         if self.width < self.drafter.num_nodes + 1:
@@ -90,7 +92,7 @@ class Decoder:
 
         Args:
           tokens: int32 [batch, capacity], prompts at the left; capacity a multiple of the KV block that holds the
-            longest row plus the width.
+            longest row plus the width, or plus the drafter's `needs.slots` where these are more.
           prompt_length: int32 [batch], at least 1; rows of length >= limit are finished from the start.
           limit: int32 [batch], the length at which a row must end.
           cap_reason: int32 [batch], LENGTH or CONTEXT.
@@ -133,7 +135,8 @@ class Decoder:
         # Below E2 a block is one flight of the whole batch; prefill feeds one prompt and need not agree with it.
         rows = self.rows if self.rows.any_width else RowBlocks()
         width = max(128, drafter.num_nodes + 1)
-        return dataclasses.replace(self, drafter=drafter, width=width, rule="coupled", rows=rows, policy=None)
+        plain = {"rule": "coupled", "rule_options": (), "policy": None}
+        return dataclasses.replace(self, drafter=drafter, width=width, rows=rows, **plain)
 
     def run(
         self,
@@ -258,10 +261,11 @@ class Decoder:
             jnp.broadcast_to(tree_lib.depths(mask), flight.shape),
             chain,
             state.length,
-            state.sampling,
+            self._sampling(state),
             self.vocab_size,
             history,
             active_rows(draft, state.live, self.width),
+            self.rule_options,
         )
         return verdict, history.after if states else ()
 
@@ -335,6 +339,10 @@ class Decoder:
     def _target(self, params) -> TargetView:
         return TargetView(params, self.module, self.rows, self.vocab_size)
 
+    def _sampling(self, state: DecodeState) -> SamplingState:
+        """The rows' parameters, with the keys that the rule wants."""
+        return of_round(state.sampling, state.length) if self.rule in ROUND_RULES else state.sampling
+
     def _last(self, state: DecodeState) -> jax.Array:
         """The last committed token of every row, not yet in the cache."""
         return state.tokens[jnp.arange(state.length.shape[0]), state.length - 1]
@@ -359,7 +367,7 @@ class Decoder:
             room,
             state.live,
             state.cache,
-            state.sampling,
+            self._sampling(state),
             self._target(params),
             rule=self.rule,
             committed=committed,

@@ -247,19 +247,14 @@ def read_logprobs(
     """
     batch, width = tokens.shape
 
-    def one(row, in_flight, token, is_kept):
-        def look():
-            x = mask_padding(logits[row, in_flight].astype(jnp.float32), vocab_size)
-            total = jax.nn.logsumexp(x)
-            values, ids = lax.top_k(x, top) if top else (jnp.zeros(0), jnp.zeros(0, jnp.int32))
-            rank = 1 + (x > x[token]).sum(dtype=jnp.int32)
-            return Logprobs(x[token] - total, rank, ids.astype(jnp.int32), values - total)
+    def look(row, in_flight, logits, token):
+        x = mask_padding(logits.astype(jnp.float32), vocab_size)
+        total = jax.nn.logsumexp(x)
+        values, ids = lax.top_k(x, top) if top else (jnp.zeros(0), jnp.zeros(0, jnp.int32))
+        rank = 1 + (x > x[token]).sum(dtype=jnp.int32)
+        return Logprobs(x[token] - total, rank, ids.astype(jnp.int32), values - total)
 
-        def skip():
-            return Logprobs(jnp.float32(0), jnp.int32(0), jnp.zeros(top, jnp.int32), jnp.zeros(top, jnp.float32))
-
-        return lax.cond(is_kept, look, skip)
-
-    rows = jnp.repeat(jnp.arange(batch), width)
-    found = over_rows(one, rows, path.reshape(-1), tokens.reshape(-1), kept.reshape(-1))
+    nothing = Logprobs(jnp.float32(0), jnp.int32(0), jnp.zeros(top, jnp.int32), jnp.zeros(top, jnp.float32))
+    rows, columns = jnp.repeat(jnp.arange(batch), width), path.reshape(-1)
+    found = over_rows(look, logits, rows, columns, tokens.reshape(-1), wanted=kept.reshape(-1), nothing=nothing)
     return jax.tree.map(lambda x: x.reshape(batch, width, *x.shape[1:]), found)

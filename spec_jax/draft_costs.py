@@ -40,14 +40,17 @@ class DraftCosts:
         if not (math.isfinite(self.relative) and self.relative >= 0):
             raise ValueError(f"draft cost {self.relative!r} must be 0 or more, a share of the target's step")
 
-    def seconds(self, device: Device, load: Load, length: int, plain_seconds: float) -> float:
-        """Of drafting `length` tokens for every sequence; `plain_seconds` is the target's plain step."""
+    def seconds(self, device: Device, load: Load, length: int, plain_seconds: float, branch: int = 1) -> float:
+        """Of drafting `length` tokens for every sequence; `plain_seconds` is the target's plain step.
+
+        Of a tree, `length` counts the levels, and a SEQUENTIAL drafter extends `branch` nodes in every pass.
+        """
         if length == 0:
             return 0.0
         if self.costs is None:
             return length * self.relative * plain_seconds
         if self.passes == SEQUENTIAL:
-            return length * step_time(device, self.costs, load, 1).seconds
+            return length * step_time(device, self.costs, load, branch).seconds
         if self.passes == BLOCK:
             return step_time(device, self.costs, load, length + 1).seconds
         heads = dataclasses.replace(self.costs, head_parameters=length * self.costs.head_parameters)
@@ -122,6 +125,13 @@ def medusa(target: ModelCosts) -> DraftCosts:
     return DraftCosts("Medusa", costs, HEADS)
 
 
+def hydra(target: ModelCosts) -> DraftCosts:
+    """Hydra: one head after another, each reading the tokens drafted so far: an MLP of four layers and a head."""
+    d = target.hidden_size
+    costs = dataclasses.replace(medusa(target).costs, head_parameters=5 * d * d + d * target.vocab_size)
+    return DraftCosts("Hydra", costs)
+
+
 def dflash(target: ModelCosts) -> DraftCosts:
     """DFlash: one pass of five layers over the whole block, with the target's head."""
     costs = _layers(target, DFLASH_LAYERS, extra=DFLASH_LAYERS * target.hidden_size**2)
@@ -133,6 +143,7 @@ FAMILIES: Mapping[str, object] = {
     "eagle3": eagle3,
     "mtp": mtp,
     "medusa": medusa,
+    "hydra": hydra,
     "dflash": dflash,
 }
 LOOKUP = "lookup"

@@ -32,7 +32,7 @@ class Pace:
 
 def default_pace(batch: int, nodes: int) -> Pace:
     """Where nothing was measured: drafting is free and a row costs a twentieth of the first one."""
-    return Pace(1 + 0.05 * jnp.arange(batch * (nodes + 1) + 1), jnp.float32(0), jnp.int32(0))
+    return Pace(1 + jnp.float32(0.05) * jnp.arange(batch * (nodes + 1) + 1), jnp.float32(0), jnp.int32(0))
 
 
 @flax.struct.dataclass

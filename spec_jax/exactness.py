@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spec_jax import cache as kv
-from spec_jax.kernels.attention import chain_ancestors
+from spec_jax.kernels.masks import chain_ancestors
 from spec_jax.models.config import tensor_specs
 from spec_jax.models.layers import RowBlocks, linear, unembed
 

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from spec_jax import cache as kv
-from spec_jax.config import RULES, SpeculativeConfig, auto_widths, choose_width, parse_speculative_config
+from spec_jax import rule_names
+from spec_jax.config import SpeculativeConfig, auto_widths, choose_width, parse_speculative_config
 from spec_jax.decode import Decoder
 from spec_jax.draft_length import CostModel
 from spec_jax.drafting.base import Drafter, NoDrafter
@@ -166,9 +167,10 @@ def prepare(
     rows = row_blocks(exact, batch, width, target.module if active else None)
     built, params = drafter if drafter else build_drafter(config, target, rows)
     policy = draft_length_policy(built, width, rows) if width_asked == "auto" else None
-    decoder = _decoder(target, built, width, config.rule, rows, policy=policy)
-    level = level_of(rows, exact, tree=built.parents is not None or built.dynamic_tree)
-    capacity = capacity_for(longest, width)
+    decoder = _decoder(target, built, width, (config.rule, config.rule_options), rows, policy=policy)
+    tree = built.parents is not None or built.dynamic_tree
+    level = "lossy" if config.rule in rule_names.LOSSY else level_of(rows, exact, tree)
+    capacity = capacity_for(longest, max(width, built.needs.slots))
     return Call(target, requests, active, decoder, params, level, batch, capacity, config, exact, max_batch_size)
 
 
@@ -179,6 +181,7 @@ def make_decoder(
     batch: int = 1,
     verify_width: int | str | None = None,
     rejection_sample_method: str = "coupled",
+    rule_options: Mapping[str, float] | None = None,
     exact: bool | None = None,
     prefill_chunk: int | None = None,
 ):
@@ -188,6 +191,7 @@ def make_decoder(
       target: a loaded `Model`; only its static parts are used.
       drafter: a drafter; None decodes plainly.
       batch: rows, which decides between E2 and E1 when `exact` is None.
+      rule_options: of a lossy rule, see `SpeculativeConfig`.
 
     Returns:
       init(params, drafter_params, tokens, prompt_length, limit, cap_reason, sampling) -> DecodeState and
@@ -196,15 +200,14 @@ def make_decoder(
     """
     drafter = NoDrafter() if drafter is None else drafter
     width = choose_width(drafter.num_nodes, verify_width)
-    if rejection_sample_method not in RULES:
-        allowed = ", ".join(RULES)
-        raise ValueError(f"rejection_sample_method={rejection_sample_method!r} is not known; allowed: {allowed}")
+    rule = rule_names.full_name(rejection_sample_method)
+    options = rule_names.options_of(rule, rule_options or {})
     if prefill_chunk is not None and (not isinstance(prefill_chunk, int) or prefill_chunk < 1):
         raise ValueError(f"prefill_chunk={prefill_chunk!r} must be a positive integer, or None for the default")
     auto = verify_width == "auto"
     rows = row_blocks(True if auto and exact is None else exact, batch, width, target.module)
     policy = draft_length_policy(drafter, width, rows) if auto else None
-    decoder = _decoder(target, drafter, width, rejection_sample_method, rows, prefill_chunk, policy)
+    decoder = _decoder(target, drafter, width, (rule, options), rows, prefill_chunk, policy)
     return decoder.init, decoder.run
 
 
@@ -277,7 +280,8 @@ def draft_length_policy(drafter: Any, width: int, rows: RowBlocks) -> CostModel 
 def _decoder(target, drafter, width, rule, rows: RowBlocks, prefill_chunk=None, policy=None) -> Decoder:
     # Canonical rows are prefilled one block at a time; other prefills run at as many rows as there are.
     chunk = prefill_chunk or (min(rows.block, MAX_CHUNK) if rows.tile is not None else MAX_CHUNK)
-    return Decoder(target.module, drafter, target.vocab_size, width, rule, rows, chunk, policy)
+    rule, options = rule
+    return Decoder(target.module, drafter, target.vocab_size, width, rule, rows, chunk, policy, options)
 
 
 def capacity_for(longest: int, width: int) -> int:

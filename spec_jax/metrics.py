@@ -141,7 +141,8 @@ class GenerateResult:
 
     Attributes:
       sequences: prompt-major, n per prompt.
-      exactness: "E2", "E1" or "E0", the level that this call ran under (see README).
+      exactness: "E2", "E1" or "E0", the level that this call ran under (see README); "lossy" under a rule that changes
+        the output.
       verify_width: rows of one verification step.
       stats: sums over the sequences, and the call's times.
       session: continues the sequences, see `session.Session`.

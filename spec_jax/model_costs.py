@@ -1,7 +1,7 @@
 """What one step of a model reads and computes, from its Hugging Face `config.json` alone.
 
-Dense and mixture-of-experts decoders, grouped-query and latent attention (MLA), sliding windows. Only sizes are read: a
-family that `load_model` does not know yet can be planned for.
+Dense and mixture-of-experts decoders, grouped-query and latent attention (MLA), sliding windows, T5's
+encoder-decoders. Only sizes are read: a family that `load_model` does not know yet can be planned for.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ModelCosts:
       kv_heads: key/value heads; 1 where attention is latent.
       layer_parameters: of all layers together, what every token is multiplied with; routed experts are left out.
       head_parameters: of the product with the vocabulary.
-      embedding_parameters: of an embedding table that is not the head: stored, hardly read.
+      embedding_parameters: of an embedding table that is not the head, and of an encoder: stored, hardly read.
       experts: routed experts, or None.
       kv_values: numbers kept per token and layer.
       score_size, value_size: numbers per query row that one key is multiplied with, and that one value adds to.
@@ -120,6 +120,13 @@ def costs_from_config(
       ValueError: names an entry that is missing or wrong.
     """
     c = {**config, **get(config, "text_config", dict, {}, where)}
+    tied = get(c, "tie_word_embeddings", bool, False, where)
+    dtype = str(c.get("dtype") or c.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    size = DTYPE_BYTES.get(dtype)
+    if size is None:
+        raise wrong("torch_dtype", dtype, f"one of {', '.join(DTYPE_BYTES)}", where)
+    weight_bytes = size if weight_bytes is None else weight_bytes
+    kv_bytes = size if kv_bytes is None else kv_bytes
 
     def number(*names: str, default: int | None = None, least: int = 1) -> int:
         for name in names:
@@ -132,6 +139,8 @@ def costs_from_config(
             raise ValueError(f"{where}{': ' if where else ''}the config lacks {' or '.join(names)}")
         return default
 
+    if get(c, "is_encoder_decoder", bool, False, where):
+        return _encoder_decoder(c, number, tied, weight_bytes, kv_bytes)
     d, layers, vocab = number("hidden_size"), number("num_hidden_layers"), number("vocab_size")
     heads = number("num_attention_heads")
     if "kv_lora_rank" in c and c["kv_lora_rank"] is not None:
@@ -147,11 +156,6 @@ def costs_from_config(
         shared_count = number("n_shared_experts", "num_shared_experts", default=0, least=0)
         shared = 3 * d * (shared_size or shared_count * number("moe_intermediate_size", default=0, least=0))
         shared += d * experts.count  # the router
-    tied = get(c, "tie_word_embeddings", bool, False, where)
-    dtype = str(c.get("dtype") or c.get("torch_dtype") or "bfloat16").removeprefix("torch.")
-    size = DTYPE_BYTES.get(dtype)
-    if size is None:
-        raise wrong("torch_dtype", dtype, f"one of {', '.join(DTYPE_BYTES)}", where)
     return ModelCosts(
         hidden_size=d,
         num_layers=layers,
@@ -164,9 +168,38 @@ def costs_from_config(
         embedding_parameters=0 if tied else vocab * d,
         experts=experts,
         windows=_windows(c, number, layers, where),
-        weight_bytes=size if weight_bytes is None else weight_bytes,
-        kv_bytes=size if kv_bytes is None else kv_bytes,
+        weight_bytes=weight_bytes,
+        kv_bytes=kv_bytes,
         **attention,
+    )
+
+
+def _encoder_decoder(c: Mapping[str, Any], number, tied: bool, weight_bytes: float, kv_bytes: float) -> ModelCosts:
+    """T5: of a decoding step only the decoder counts; the encoder and the keys and values of the source are done.
+
+    The context is source and target together, since every layer attends to both.
+    """
+    d, heads, head_dim, vocab = number("d_model"), number("num_heads"), number("d_kv"), number("vocab_size")
+    inner, encoder_layers = heads * head_dim, number("num_layers")
+    layers = number("num_decoder_layers", default=encoder_layers)
+    gated = str(c.get("feed_forward_proj", "relu")).startswith("gated-")
+    mlp = (3 if gated else 2) * d * number("d_ff")
+    once = layers * 2 * d * inner  # keys and values of the source
+    encoder = encoder_layers * (4 * d * inner + mlp + 2 * d) + d
+    return ModelCosts(
+        hidden_size=d,
+        num_layers=layers,
+        vocab_size=vocab,
+        query_group=1,
+        kv_heads=heads,
+        layer_parameters=layers * (6 * d * inner + mlp + 3 * d) + d,
+        head_parameters=vocab * d,
+        embedding_parameters=once + encoder + (0 if tied else vocab * d),
+        kv_values=2 * inner,
+        score_size=head_dim,
+        value_size=head_dim,
+        weight_bytes=weight_bytes,
+        kv_bytes=kv_bytes,
     )
 
 
@@ -213,7 +246,9 @@ def _experts(number, d: int, layers: int) -> Experts | None:
     if chosen > count:
         raise ValueError(f"num_experts_per_tok={chosen} must be at most the {count} experts of a layer")
     inner = number("moe_intermediate_size", "intermediate_size")
-    dense = min(number("first_k_dense_replace", default=0, least=0), layers)
+    dense = number("first_k_dense_replace", default=0, least=0)
+    if dense > layers:
+        raise ValueError(f"first_k_dense_replace={dense} must be at most num_hidden_layers={layers}")
     every = number("moe_layer_freq", "decoder_sparse_step", default=1)
     return Experts((layers - dense) // every, count, chosen, 3 * d * inner)
 
@@ -224,6 +259,10 @@ def _windows(c: Mapping[str, Any], number, layers: int, where: str) -> tuple[int
         return 0, 0
     kinds = c.get("layer_types")
     if isinstance(kinds, list):
+        if len(kinds) != layers:
+            raise ValueError(
+                f"{where}: layer_types has {len(kinds)} entries; it must have one for each of {layers} layers"
+            )
         return sum(kind == "sliding_attention" for kind in kinds), window
     every = number("sliding_window_pattern", default=0, least=0)  # one full layer in so many
     return (layers - layers // every if every else layers), window

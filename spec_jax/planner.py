@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from spec_jax.checks import is_int
+from spec_jax.checks import check_counts, is_int
 from spec_jax.devices import Device
 from spec_jax.draft_costs import DraftCosts
 from spec_jax.model_costs import ModelCosts
@@ -32,9 +32,7 @@ def max_draft_tokens(groups: int, tile: int) -> int:
     Raises:
       ValueError: where not even plain decoding fits.
     """
-    for name, value in (("groups", groups), ("tile", tile)):
-        if not is_int(value) or value < 1:
-            raise ValueError(f"{name}={value!r} must be a positive integer")
+    check_counts(groups=groups, tile=tile)
     if groups > tile:
         raise ValueError(
             f"groups={groups} query heads per key/value head exceed tile={tile}: plain decoding needs "
@@ -156,6 +154,60 @@ class Plan:
     best_anywhere: Length
 
 
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """Seconds of a plain and of a speculative step, and the speed-up.
+
+    Attributes:
+      plain_seconds: of a plain step.
+      verify_seconds: of the target's pass over the draft nodes, with the host's work around it.
+      draft_seconds: of drafting.
+      speedup: over plain decoding.
+    """
+
+    plain_seconds: float
+    verify_seconds: float
+    draft_seconds: float
+    speedup: float
+
+
+def speculative_step(
+    device: Device,
+    costs: ModelCosts,
+    drafter: DraftCosts,
+    load: Load,
+    tokens: float,
+    nodes: int,
+    levels: int | None = None,
+    branch: int = 1,
+) -> Step:
+    """One step of a chain or a tree whose mean acceptance length is known.
+
+    Args:
+      tokens: that a step emits on average, the target's own one included (mean acceptance length).
+      nodes: draft tokens that are verified at once.
+      levels: of a tree, which a drafter grows one by one; None: a chain, as many as nodes.
+      branch: nodes that are extended in every level.
+
+    Raises:
+      ValueError: where `tokens` cannot be, or a count is none.
+    """
+    levels = nodes if levels is None else levels
+    for name, value in (("nodes", nodes), ("levels", levels)):
+        if not is_int(value) or value < 0:
+            raise ValueError(f"{name}={value!r} must be an integer, 0 or more")
+    check_counts(branch=branch)
+    if not 1 <= tokens <= nodes + 1:
+        raise ValueError(f"a mean acceptance length of {tokens!r} must be from 1 to {nodes + 1} with nodes={nodes}")
+    plain = step_time(device, costs, load, 1).seconds + load.stack.plain_host
+    host = load.stack.drafted_host if nodes else load.stack.plain_host
+    verify = step_time(device, costs, load, nodes + 1).seconds + host
+    draft = drafter.seconds(device, load, levels, plain, branch)
+    if branch > 1:
+        draft += load.stack.tree(levels, nodes)
+    return Step(plain, verify, draft, tokens * plain / (verify + draft))
+
+
 def plan(
     device: Device,
     costs: ModelCosts,
@@ -173,26 +225,25 @@ def plan(
     bound = max(device.tile // groups - 1, 0)
     if longest is None:
         longest = min(2 * bound + 1, MAX_DRAFT_TOKENS)
-    if not is_int(longest) or longest < 0:
-        raise ValueError(f"longest={longest!r} must be 0 or a positive integer")
-    plain = step_time(device, costs, load, 1).seconds
+    if not is_int(longest) or not 0 <= longest <= MAX_DRAFT_TOKENS:
+        raise ValueError(f"longest={longest!r} must be an integer from 0 to {MAX_DRAFT_TOKENS}")
     lengths = []
     for k in range(longest + 1):
-        verify = step_time(device, costs, load, k + 1)
-        draft = drafter.seconds(device, load, k, plain)
         tokens = acceptance.expected_tokens(k)
+        step = speculative_step(device, costs, drafter, load, tokens, k)
+        verify = step_time(device, costs, load, k + 1)
         full = max(verify.tile_rows // groups - 1, k)
         lengths.append(
             Length(
                 k,
                 tokens,
-                verify.seconds,
-                draft,
-                tokens * plain / (verify.seconds + draft),
+                step.verify_seconds,
+                step.draft_seconds,
+                step.speedup,
                 verify.tiles == 1,
                 verify.fill,
                 full,
-                step_time(device, costs, load, full + 1).seconds,
+                step_time(device, costs, load, full + 1).seconds + step.verify_seconds - verify.seconds,
                 (verify.products_bound, verify.attention_bound),
             )
         )
@@ -201,7 +252,7 @@ def plan(
         return max(candidates, key=lambda length: (length.speedup, -length.num_draft_tokens))
 
     inside = [length for length in lengths if length.within_tile or length.num_draft_tokens == 0]
-    return Plan(load, min(bound, longest), plain, tuple(lengths), fastest(inside), fastest(lengths))
+    return Plan(load, min(bound, longest), step.plain_seconds, tuple(lengths), fastest(inside), fastest(lengths))
 
 
 def memory_bytes(costs: ModelCosts, drafter: DraftCosts, load: Load, length: int) -> dict[str, float]:

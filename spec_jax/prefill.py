@@ -11,7 +11,7 @@ from jax import lax
 
 from spec_jax.decode_state import Prefilled
 from spec_jax.drafting.base import Seen
-from spec_jax.kernels.attention import pack_ancestors
+from spec_jax.kernels.masks import pack_ancestors
 
 if TYPE_CHECKING:
     from spec_jax.decode import Decoder

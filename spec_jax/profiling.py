@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from spec_jax import bench, environment
+from spec_jax.checks import check_counts
 from spec_jax.compilation import compiled
 from spec_jax.config import choose_width
 from spec_jax.decode_state import DecodeState
@@ -87,9 +88,7 @@ def profile(
       ValueError: for bad input.
       OSError: where the trace cannot be written.
     """
-    for name, value in (("max_tokens", max_tokens), ("repeats", repeats), ("batch_size", batch_size)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name}={value!r} must be a positive integer")
+    check_counts(max_tokens=max_tokens, repeats=repeats, batch_size=batch_size)
     if target.tokenizer is None:
         raise ValueError(f"model {target.name!r} has no tokenizer to encode prompts with; add a tokenizer.json")
     own = drafter is not None

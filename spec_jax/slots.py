@@ -195,17 +195,17 @@ class Slots:
             steps = min(steps, STOP_STEPS)
         live = sum(held is not None for held in self._held)
         min_live = live if until_end or self._waiting else 1
-        measuring = self._times is not None and not self._times.done
-        if measuring:
-            steps = min(steps, 1)
+        taken = self._times.take() if self._times is not None and steps else None
+        if taken is not None:
+            steps = 1
         limits = jnp.int32(steps), jnp.int32(min_live)
         arguments = (self.target.params, self.drafter_params, self.state, *limits)
         if self._times is not None:
-            arguments = (*arguments, self._times.pace(self._times.next_order() if measuring else 0))
+            arguments = (*arguments, self._times.pace(taken))
         before = self.seconds[2]
         self.state = self._run("run", self.decoder, 2, arguments)
-        if measuring and steps:
-            self._times.add(live, self.seconds[2] - before)
+        if taken is not None:
+            self._times.add(taken, live, self.seconds[2] - before)
         length, finish = jax.device_get((self.state.length, self.state.finish))
         self._length, self._finish = np.array(length), np.array(finish)
         self._stop_at_strings()

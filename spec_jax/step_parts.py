@@ -74,12 +74,14 @@ def repeated(decoder: Decoder, part: Callable) -> Callable:
 
     def run(params, drafter_params, pace, state, made, count):
         def body(_, carry):
-            # Behind the barrier nothing is known to be the same in every iteration, so nothing leaves the loop; `zero`
-            # hangs on the results of the iteration before, so that none is left out.
-            state, made, zero = lax.optimization_barrier(carry)
+            # Behind the barrier nothing is known to be the same in every iteration, so nothing leaves the loop, be it
+            # work on the parameters alone; `zero` hangs on the results of the iteration before, so that none is left
+            # out.
+            state, made, zero, given = lax.optimization_barrier((*carry, (params, drafter_params, pace)))
+            *models, now = given
             cache = state.cache.replace(length=state.cache.length + zero)
             state = state.replace(length=state.length + zero, cache=cache)
-            state, made, results = part(decoder, params, drafter_params, state, made, pace)
+            state, made, results = part(decoder, *models, state, made, now)
             some = sum(x[(0,) * x.ndim].astype(jnp.float32) for x in jax.tree.leaves(results) if x.size)
             return state, made, (some == 1.5e30).astype(jnp.int32)
 

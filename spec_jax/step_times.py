@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from spec_jax.decode import Decoder
-from spec_jax.draft_length import Pace
+from spec_jax.draft_length import Pace, default_pace
 
-ROUNDS = 3
+ROUNDS = 5
 """Measurements of every width, in turns."""
 POLISHES = 4
 KEPT = 64
@@ -38,38 +38,44 @@ class StepTimes:
         counts = sorted({1, 2, *(k * 2**i for i in range(1, 16) for k in (2, 3))})
         chosen = [n for n in counts if n < nodes + 1] if len(widths) == 1 else widths[:-1]
         orders = [-1, *chosen, nodes + 1]
-        self._orders = collections.deque(orders * (ROUNDS + 1))  # the first round warms up
-        self._per_round = len(orders)
-        self._taken = 0
+        rounds = range(ROUNDS + 1)  # the first one warms up
+        self._orders = collections.deque((turn, order) for turn in rounds for order in orders)
         self._seconds: list[tuple[int, int, int, float]] = []  # round, order, live rows, seconds
-        self._pace: Pace | None = None
+        self._fitted: tuple[int, Pace] | None = None  # to how many measurements
 
     @property
     def done(self) -> bool:
         return not self._orders
 
-    def next_order(self) -> int:
-        """`Pace.forced` of the next step."""
-        return self._orders[0]
+    def take(self) -> tuple[int, int] | None:
+        """The round and the order (`Pace.forced`) of a step that shall measure; None where all have been taken.
 
-    def add(self, live: int, seconds: float) -> None:
-        """Records the step that `next_order` ordered, with `live` rows."""
-        turn, order = self._taken // self._per_round, self._orders.popleft()
-        self._taken += 1
+        Each is given to one caller, so that calls in several threads may share the work.
+        """
+        try:
+            return self._orders.popleft()
+        except IndexError:
+            return None
+
+    def add(self, taken: tuple[int, int], live: int, seconds: float) -> None:
+        """Records the step that was `taken`, with `live` rows."""
+        turn, order = taken
         if turn:
             self._seconds.append((turn, order, live, seconds))
 
-    def pace(self, forced: int = 0) -> Pace:
+    def pace(self, taken: tuple[int, int] | None = None) -> Pace:
         """What the decoder is told: an order, or what was measured."""
-        if not self.done:
-            rows = self.batch * (self.nodes + 1) + 1
-            return Pace(jnp.ones(rows, jnp.float32), jnp.float32(0), jnp.int32(forced))
-        if self._pace is None:
-            self._pace = self._fit()
-        return self._pace
+        if taken is not None:
+            return default_pace(self.batch, self.nodes).replace(forced=jnp.int32(taken[1]))
+        count = len(self._seconds)
+        if self._fitted is None or self._fitted[0] != count:  # steps of other threads may have come in late
+            self._fitted = count, self._fit()
+        return self._fitted[1]
 
     def _fit(self) -> Pace:
         """Seconds by rows, between the measured ones a straight line, never falling."""
+        if all(order < 0 for _, order, _, _ in self._seconds):  # other threads are still at it
+            return default_pace(self.batch, self.nodes)
         proposed: dict[int, float] = {}
         alone: dict[int, float] = {}  # without a proposal
         for (order, live), seconds in _polished(self._seconds).items():

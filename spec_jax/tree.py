@@ -10,17 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spec_jax.token_tree import check_parents as check_parents  # stands there, where no backend is needed
+
 
 def chain_parents(count: int) -> tuple[int, ...]:
     """Parents of a chain of `count` nodes: -1, 0, 1, ..."""
     return tuple(range(-1, count - 1))
-
-
-def check_parents(parents: tuple[int, ...]) -> None:
-    """Raises ValueError unless every parent precedes its child."""
-    for node, parent in enumerate(parents):
-        if not -1 <= parent < node:
-            raise ValueError(f"parents[{node}]={parent} must lie in -1..{node - 1}: parents precede their children")
 
 
 def ancestor_mask(parents: np.ndarray | jax.Array, width: int) -> np.ndarray | jax.Array:
@@ -32,7 +27,7 @@ def ancestor_mask(parents: np.ndarray | jax.Array, width: int) -> np.ndarray | j
     nodes = parents.shape[-1]
     row_parent = xp.concatenate(
         [
-            xp.zeros_like(parents[..., :1]),
+            xp.zeros((*parents.shape[:-1], 1), parents.dtype),
             parents + 1,
             xp.zeros((*parents.shape[:-1], width - 1 - nodes), parents.dtype),
         ],

@@ -228,6 +228,7 @@ def test_tensorboard_scalars_can_be_read_back(core, tmp_path):
         assert found == [(step, pytest.approx(value)) for step in range(3)]
 
 
+@pytest.mark.slow
 def test_a_random_model_decodes_exactly():
     target = dataclasses.replace(doctor.random_model("float32"), tokenizer=ByteTokenizer())
     report = bench.run_bench(

@@ -1,5 +1,6 @@
 """Bad options give one error that names the value and what is allowed; nothing is dropped in silence."""
 
+import numpy as np
 import pytest
 
 from spec_jax.config import SpeculativeConfig, auto_widths, choose_width, parse_speculative_config
@@ -43,6 +44,73 @@ def test_forms_and_defaults():
     assert config.rule == "coupled"
     assert parse_speculative_config({"method": "layer_skip", "draft_sample_method": "probabilistic"}).rule == "standard"
     assert parse_speculative_config({"method": "ngram", "prompt_lookup_min": 4}).prompt_lookup_max == 4
+
+
+PATHS = [[0], [1], [0, 0]]
+TREE = {"method": "layer_skip", "speculative_token_tree": PATHS}
+EAGLE2 = {"method": "layer_skip", "speculative_token_tree": "eagle2"}
+OPT_TREE = {"method": "layer_skip", "speculative_token_tree": "opt_tree"}
+SAMPLED = {"draft_sample_method": "probabilistic"}
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        ({"method": "ngram", "speculative_token_tree": PATHS}, "method='ngram' drafts chains"),
+        ({"method": "none", "speculative_token_tree": "eagle2"}, "method='none' drafts chains"),
+        (TREE | {"num_speculative_tokens": 4}, "num_speculative_tokens=4, but speculative_token_tree has 3 nodes"),
+        (TREE | {"num_speculative_tokens": 0}, "num_speculative_tokens=0, but"),
+        (TREE | {"verify_width": "auto"}, "verify_width='auto' chooses how much of a chain"),
+        (TREE | {"rejection_sample_method": "standard"}, "'standard' verifies chains.*one of coupled, recursive"),
+        (TREE | {"rejection_sample_method": "block"}, "'block' verifies chains"),
+        (TREE | {"tree_top_k": 3}, "tree_top_k belongs to a dynamic tree"),
+        (TREE | {"tree_threshold": 0.2}, "tree_threshold belongs to a dynamic tree"),
+        ({"method": "layer_skip", "tree_depth": 3}, "tree_depth belongs to a dynamic tree"),
+        (TREE | {"speculative_token_tree": [[0], [2]]}, r"speculative_token_tree: .*\(2,\)"),
+        (TREE | {"speculative_token_tree": []}, "speculative_token_tree: "),
+        (TREE | {"speculative_token_tree": "egale2"}, "did you mean 'eagle2'"),
+        (TREE | {"speculative_token_tree": "[(0,), (0"}, "speculative_token_tree: .*no list of paths"),
+        (EAGLE2 | SAMPLED, "'probabilistic' does not go with speculative_token_tree='eagle2'"),
+        (EAGLE2 | {"tree_threshold": 0.5}, "belongs to speculative_token_tree='opt_tree', not 'eagle2'"),
+        (EAGLE2 | {"tree_top_k": 0}, "tree_top_k=0 must be an integer from 1 to 64"),
+        (EAGLE2 | {"tree_depth": 1.0}, "tree_depth=1.0 must be an integer from 1 to 64"),
+        (EAGLE2 | {"tree_top_k": 2, "tree_depth": 3, "num_speculative_tokens": 11}, "more than the 10 candidates"),
+        (EAGLE2 | {"num_speculative_tokens": 2.5}, "num_speculative_tokens=2.5"),
+        (EAGLE2 | {"tree_top_k": 10**9}, "tree_top_k=1000000000 must be an integer from 1 to 64"),
+        (EAGLE2 | {"tree_top_k": 64, "num_speculative_tokens": 3000}, "=3000 is more than the 1024 nodes"),
+        (TREE | {"speculative_token_tree": [[0]], "num_speculative_tokens": True}, "num_speculative_tokens=True, but"),
+        (TREE | {"rejection_sample_method": "kseq"}, "'kseq' judges siblings drawn independently"),
+        (OPT_TREE | {"tree_threshold": 1}, "tree_threshold=1 must be a number from 0 to below 1"),
+        (OPT_TREE | {"tree_threshold": float("nan")}, "tree_threshold=nan"),
+        (TREE | {"draft_with_replacement": True}, "siblings that are sampled"),
+        (TREE | SAMPLED | {"draft_with_replacement": 1}, "draft_with_replacement=1 must be True or False"),
+        (TREE | SAMPLED | {"draft_with_replacement": True, "rejection_sample_method": "coupled"}, "another rule"),
+        ({"method": "layer_skip", "draft_with_replacement": True, **SAMPLED}, "siblings that are sampled"),
+    ],
+    ids=str,
+)
+def test_bad_trees_are_named(config, message):
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        parse_speculative_config(config)
+
+
+def test_forms_and_defaults_of_trees():
+    tree = parse_speculative_config(TREE)
+    assert tree.num_speculative_tokens == 3 and tree.rule == "coupled"
+    assert tree.speculative_token_tree == ((0,), (1,), (0, 0))
+    assert tree == parse_speculative_config(TREE | {"speculative_token_tree": "[(0, 0), (1,), (0,)]"})
+    star = parse_speculative_config(TREE | {"speculative_token_tree": np.array([[0], [1]])})
+    assert star == parse_speculative_config(TREE | {"speculative_token_tree": [[0], [1]]})
+    drawn = TREE | SAMPLED | {"draft_with_replacement": np.bool_(True), "rejection_sample_method": "kseq"}
+    assert parse_speculative_config(drawn).draft_with_replacement is True
+    assert hash(tree) == hash(parse_speculative_config(TREE | {"num_speculative_tokens": 3}))
+    assert parse_speculative_config(TREE | SAMPLED).rule == "recursive"
+    eagle2, opt_tree = parse_speculative_config(EAGLE2), parse_speculative_config(OPT_TREE)
+    assert (eagle2.num_speculative_tokens, eagle2.tree_top_k, eagle2.tree_depth) == (24, 4, 5)
+    assert (opt_tree.tree_top_k, opt_tree.tree_depth, opt_tree.tree_threshold) == (4, 8, 0.5)
+    assert eagle2.tree_threshold is None and eagle2.rule == opt_tree.rule == "coupled"
+    assert parse_speculative_config(EAGLE2 | {"tree_top_k": 2, "tree_depth": 2}).num_speculative_tokens == 6
+    assert parse_speculative_config(EAGLE2 | {"num_speculative_tokens": 0}).num_speculative_tokens == 0
 
 
 @pytest.mark.parametrize(

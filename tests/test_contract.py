@@ -122,10 +122,16 @@ def drafters(name, text):
         "ngram": {"method": "ngram", "num_speculative_tokens": K},
         "layer_skip": {"method": "layer_skip", "num_speculative_tokens": K, "exit_layer": 1},
         "draft_model": {"method": "draft_model", "num_speculative_tokens": K, "model": tiny.perturbed(model(), 0.1)},
+        "eagle2": {
+            "method": "draft_model",
+            "model": tiny.perturbed(model(), 0.1),
+            "speculative_token_tree": "eagle2",
+            "tree_depth": 3,
+        },
     }[name], None
 
 
-DRAFTERS = ["oracle", "script", "anti", "tree", "ngram", "layer_skip", "draft_model"]
+DRAFTERS = ["oracle", "script", "anti", "tree", "ngram", "layer_skip", "draft_model", "eagle2"]
 
 
 def assert_equal(ours, theirs, what, exact=True):
@@ -174,19 +180,26 @@ def test_coupled_text_is_that_of_plain_decoding_under_every_option(drafter):
         for name in OPTIONS:
             config, pair = drafters(drafter, texts(name, temperature))
             result = run(OPTIONS[name], temperature, config, pair)
-            assert_equal(result.sequences[:3], plain(name, temperature), (name, temperature), exact=drafter != "tree")
+            assert_equal(
+                result.sequences[:3],
+                plain(name, temperature),
+                (name, temperature),
+                exact=drafter not in ("tree", "eagle2"),
+            )
             rate = result.stats.draft_acceptance_rate
             if drafter == "oracle":
                 # The script does not know where a text ends early.
                 assert rate == 1 or (rate > 0.3 and any(s.finish_reason == "stop" for s in result.sequences[:3]))
             if drafter == "anti":
                 assert rate < 0.02  # nothing but a chance hit behind the end of the script
+            if drafter == "eagle2":
+                assert rate > 0
             if drafter in ("script", "tree") and name not in ("stop", "mask_fn that ends", "min_tokens with stop"):
                 assert 0.2 < rate < 1
 
 
 @HEAVY
-@pytest.mark.parametrize("drafter", ["script", *DRAFTERS[4:]])
+@pytest.mark.parametrize("drafter", ["script", "ngram", "layer_skip", "draft_model"])
 def test_standard_is_greedy_at_temperature_zero_under_every_option(drafter):
     for name in OPTIONS:
         config, pair = drafters(drafter, texts(name, 0))
@@ -259,6 +272,18 @@ def test_the_drafter_knows_the_options():
             # Drafts behind a stop token are neither accepted nor refused.
             rates = {s.stats.draft_acceptance_rate for s in result.sequences[:3] if s.finish_reason == "length"}
             assert rates == {1.0}, (name, temperature)
+
+
+@HEAVY
+def test_a_drafted_tree_knows_the_options_and_the_noise_behind_every_node():
+    """All layers of the target draft what it will choose: the first branch is kept to its end in every step."""
+    paths = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
+    config = {"method": "layer_skip", "exit_layer": 2, "speculative_token_tree": paths}
+    for name in ("none", "penalties", "bad_words", "mask_fn", "logit_bias", "everything"):
+        for temperature in (0, 1):
+            result = run(OPTIONS[name], temperature, config)
+            full = [s.stats for s in result.sequences[:3] if s.finish_reason == "length"]
+            assert {(s.num_drafts, s.num_accepted_tokens) for s in full} == {(BUDGET // 4, BUDGET // 4 * 3)}
 
 
 @pytest.mark.parametrize("trigger", range(K + 2))

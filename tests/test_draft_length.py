@@ -1,8 +1,11 @@
 """`verify_width="auto"`: the policy against brute force, the step times, and the text, which never changes."""
 
+import concurrent.futures
 import dataclasses
+import functools
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,6 +13,7 @@ import tiny
 
 import spec_jax
 from spec_jax import step_times
+from spec_jax.compilation import compiled
 from spec_jax.decode import Decoder
 from spec_jax.draft_length import Acceptance, CostModel, default_pace
 from spec_jax.drafting.ngram import NGramDrafter
@@ -26,12 +30,23 @@ def nothing_measured(monkeypatch):
     monkeypatch.setattr(step_times, "_known", type(step_times._known)())
 
 
+@functools.partial(jax.jit, static_argnums=(0, 5))
+def chosen_by(policy, seen, kind, count, live, nodes, times):
+    """`policy.choose`, compiled as a whole: operation by operation it takes longer to compile."""
+    return policy.choose(seen, kind, count, live, nodes, times)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def observed_by(policy, *arguments):
+    return policy.observe(*arguments)
+
+
 def choose(policy, rates, counts, live, times):
     """The policy's choice for rows whose acceptance rates are known well."""
     tried = jnp.full((len(rates), 1), 1e6)
     seen = Acceptance(jnp.asarray(rates, jnp.float32)[:, None] * tried, tried)
     kind, count = jnp.zeros(len(rates), jnp.int32), jnp.asarray(counts, jnp.int32)
-    chosen = policy.choose(seen, kind, count, jnp.asarray(live), NODES, jnp.asarray(times, jnp.float32))
+    chosen = chosen_by(policy, seen, kind, count, jnp.asarray(live), NODES, jnp.asarray(times, jnp.float32))
     return np.asarray(chosen)
 
 
@@ -80,10 +95,10 @@ def test_acceptance_is_counted_by_row_and_kind_and_fades():
     both = jnp.asarray([0, 1, 1]), jnp.asarray([True, True, False])
     drafted, accepted = jnp.asarray([4, 3, 3]), jnp.asarray([2, 3, 3])
     for _ in range(2):
-        seen = policy.observe(seen, both[0], drafted, accepted, both[1])
+        seen = observed_by(policy, seen, both[0], drafted, accepted, both[1])
     np.testing.assert_allclose(seen.accepted, [[3, 0], [0, 4.5], [0, 0]])  # 2 + 2/2, 3 + 3/2; a finished row: nothing
     np.testing.assert_allclose(seen.tried, [[4.5, 0], [0, 4.5], [0, 0]])  # two accepted and one refused; three accepted
-    seen = policy.observe(seen, both[0], jnp.zeros(3, jnp.int32), jnp.zeros(3, jnp.int32), both[1])
+    seen = observed_by(policy, seen, both[0], jnp.zeros(3, jnp.int32), jnp.zeros(3, jnp.int32), both[1])
     np.testing.assert_allclose(seen.tried, [[1.125, 0], [0, 1.125], [0, 0]])
 
 
@@ -92,9 +107,9 @@ def test_a_drafter_that_never_hits_is_given_up_and_tried_again():
     seen, chosen = policy.init(1), []
     kind, live, times = jnp.zeros(1, jnp.int32), jnp.ones(1, bool), 1 + 0.3 * jnp.arange(5)
     for _ in range(400):
-        count = policy.choose(seen, kind, jnp.full(1, 3), live, nodes, times)
+        count = chosen_by(policy, seen, kind, jnp.full(1, 3), live, nodes, times)
         chosen.append(int(count[0]))
-        seen = policy.observe(seen, kind, count, jnp.zeros(1, jnp.int32), live)
+        seen = observed_by(policy, seen, kind, count, jnp.zeros(1, jnp.int32), live)
     assert chosen[0] > 0 and sum(c > 0 for c in chosen) < 60 and any(chosen[200:])
 
 
@@ -103,9 +118,10 @@ def test_a_drafter_that_never_hits_is_given_up_and_tried_again():
 
 def measured(seconds_of, nodes=3, batch=1, widths=None):
     times = step_times.StepTimes(nodes, batch, widths or (nodes + 1,))
-    while not times.done:
-        assert not bool((times.pace(times.next_order()).times != 1).any())
-        times.add(batch, seconds_of(times.next_order()))
+    while (taken := times.take()) is not None:
+        assert int(times.pace(taken).forced) == taken[1] != 0
+        times.add(taken, batch, seconds_of(taken[1]))
+    assert times.done
     return times.pace()
 
 
@@ -137,6 +153,19 @@ def test_step_times_know_a_slope_that_changes_between_powers_of_two():
     np.testing.assert_allclose(pace.times[1:7], 1.0 + 0.02 * np.arange(1, 7), rtol=1e-5)
 
 
+def test_threads_share_the_measuring_and_may_come_in_late():
+    times = step_times.StepTimes(3, 1, (4,))
+    taken = []
+    while (order := times.take()) is not None:
+        taken.append(order)
+    assert times.take() is None and len(taken) == len(EXACT) * (step_times.ROUNDS + 1)
+    assert int(times.pace().forced) == 0  # nothing has come in yet
+    for order in reversed(taken):
+        times.add(order, 1, EXACT[order[1]])
+        assert int(times.pace().forced) == 0
+    np.testing.assert_allclose(times.pace().times, measured(lambda order: EXACT[order]).times, rtol=1e-6)
+
+
 def test_step_times_of_a_batch_cover_every_number_of_rows():
     pace = measured(lambda order: 2.0 if order < 0 else 2.0 + 0.1 * order, nodes=3, batch=4)
     assert pace.times.shape == (17,) and float(pace.times[16]) == pytest.approx(2.3, abs=1e-5)
@@ -148,6 +177,18 @@ def test_step_times_of_a_batch_cover_every_number_of_rows():
 
 MODELS = {"XLA": lambda: tiny.tiny(), "packed": lambda: tiny.packed(tiny.tiny())}
 LENGTHS = (3, 9, 1, 5)
+
+
+def test_calls_in_several_threads_measure_together():
+    model = MODELS["packed"]()
+    options = {"method": "ngram", "verify_width": "auto"}
+    want = generate(model, [[5, 6, 5, 6]], None, {"max_tokens": 40}).sequences[0].token_ids
+    generate(model, [[5, 6, 5, 6]], options, {"max_tokens": 1})
+    step_times.forget()
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        calls = [pool.submit(generate, model, [[5, 6, 5, 6]], options, {"max_tokens": 40}) for _ in range(8)]
+    assert [call.result().sequences[0].token_ids for call in calls] == [want] * 8
+    assert step_times.latest().done
 
 
 def drafters(name, model, texts):
@@ -162,14 +203,18 @@ def drafters(name, model, texts):
 
 SLOW = pytest.mark.slow  # programs of several widths take long to compile
 PAIRS = [
-    *((name, "packed") for name in ("oracle", "anti", "ngram", "layer_skip", "draft_model")),
-    ("ngram", "XLA"),
-    *(pytest.param(name, "XLA", marks=SLOW) for name in ("anti", "layer_skip", "draft_model")),
+    *((name, "packed", None) for name in ("oracle", "anti")),
+    ("ngram", "packed", 2),
+    ("ngram", "XLA", 2),
+    *(pytest.param(name, "XLA", 2, marks=SLOW) for name in ("layer_skip", "draft_model")),
+    *(pytest.param(name, "XLA", None, marks=SLOW) for name in ("anti", "ngram", "layer_skip", "draft_model")),
+    *(pytest.param(name, "packed", None, marks=SLOW) for name in ("ngram", "layer_skip", "draft_model")),
+    *(pytest.param(name, "packed", 2, marks=SLOW) for name in ("layer_skip", "draft_model")),
 ]
 
 
-@pytest.mark.parametrize(("name", "kind"), PAIRS)
-def test_the_text_is_that_of_plain_decoding(name, kind):
+@pytest.mark.parametrize(("name", "kind", "slots"), PAIRS)
+def test_the_text_is_that_of_plain_decoding(name, kind, slots):
     """In more slots than prompts and fewer, greedy and sampled, with drafts that all hit and that never do."""
     model = MODELS[kind]()
     prompts = [p * 2 for p in tiny.prompts_of(model, LENGTHS, seed=4)]
@@ -178,12 +223,11 @@ def test_the_text_is_that_of_plain_decoding(name, kind):
         params = SamplingParams(max_tokens=40, temperature=temperature, seed=3, logprobs=1)
         plain = generate(model, prompts, None, params)
         config, pair = drafters(name, model, [p + s.token_ids for p, s in zip(prompts, plain.sequences, strict=True)])
-        for slots in (2, None) if pair is None else (None,):
-            result = generate(model, prompts, config, params, verify_width="auto", drafter=pair, max_batch_size=slots)
-            assert result.exactness == "E2"
-            for ours, theirs in zip(result.sequences, plain.sequences, strict=True):
-                assert (ours.token_ids, ours.logprobs) == (theirs.token_ids, theirs.logprobs)
-            accepted += result.stats.num_accepted_tokens
+        result = generate(model, prompts, config, params, verify_width="auto", drafter=pair, max_batch_size=slots)
+        assert result.exactness == "E2"
+        for ours, theirs in zip(result.sequences, plain.sequences, strict=True):
+            assert (ours.token_ids, ours.logprobs) == (theirs.token_ids, theirs.logprobs)
+        accepted += result.stats.num_accepted_tokens
     assert (accepted == 0) if name == "anti" else (accepted > 0)
 
 
@@ -200,7 +244,12 @@ def test_orders_and_prices_change_the_steps_and_not_the_text(kind, forced):
     state = tiny.start(decoder, model, params, prompts, 24).replace(acceptance=decoder.start_acceptance(2))
     pace = default_pace(2, 5).replace(forced=jnp.int32(forced))
     dear = pace.replace(times=jnp.where(jnp.arange(13) > 2, 1000.0, 1.0))
-    cheap, costly = (decoder.run(model.params, params, state, jnp.int32(100), pace=p) for p in (pace, dear))
+
+    def run(pace):
+        arguments = model.params, params, jax.tree.map(jnp.copy, state), jnp.int32(100), jnp.int32(1), pace
+        return compiled(decoder, "run", *arguments)[0](*arguments)
+
+    cheap, costly = run(pace), run(dear)
     for found in (cheap, costly):
         for row, sequence in enumerate(want):
             start = len(prompts[row])
@@ -241,6 +290,6 @@ def test_the_first_token_of_a_draft_is_worth_what_its_kind_was():
     tokens = jnp.asarray([[1, 2, 3, 4, 1, 2, 3, 0], [9, 2, 8, 7, 5, 2, 0, 0]], jnp.int32)
     drafter = NGramDrafter(3)
     view = type("View", (), {"tokens": tokens, "length": jnp.asarray([7, 6])})
-    draft, _ = drafter.propose((), (), view)
+    draft, _ = jax.jit(lambda: drafter.propose((), (), view))()
     assert draft.kind.tolist() == [3, 1]
     assert len(drafter.priors) == 4 and list(drafter.priors) == sorted(drafter.priors)

@@ -1,4 +1,4 @@
-"""The law of whole outputs under `standard` and `coupled`, against the closed form of a Markov model.
+"""The law of whole outputs under every rule, against the closed form of a Markov model.
 
 Guards B04 (a draft judged by a law it was not drawn from), B08 and B26 (options applied to some tokens only).
 """
@@ -18,7 +18,7 @@ from spec_jax.generation import generate
 from spec_jax.sampling import noise_key
 from spec_jax.sampling_params import SamplingParams
 
-SAMPLES, BATCH = 20_000, 5_000
+SAMPLES, BATCH, WIDTH = 20_000, 5_000, 4
 VOCAB, FIRST = 5, 1
 TARGET_TABLE, DRAFT_TABLE = random_table(VOCAB, seed=3), random_table(VOCAB, seed=4)
 
@@ -48,9 +48,9 @@ def chi_square(sequences, law):
     cells = np.array([s.token_ids for s in sequences]) @ [VOCAB**2, VOCAB, 1]
     counts = np.bincount(cells, minlength=VOCAB**3)
     assert counts[law == 0].sum() == 0, "an output of probability zero was emitted"
-    common = law * SAMPLES > 5
+    common = law * len(sequences) > 5
     observed = np.append(counts[common], counts[~common].sum())
-    expected = np.append(law[common], law[~common].sum()) * SAMPLES
+    expected = np.append(law[common], law[~common].sum()) * len(sequences)
     keep = expected > 0
     return stats.chisquare(observed[keep], expected[keep] * observed.sum() / expected.sum()).pvalue
 
@@ -63,7 +63,9 @@ def models():
 def sample(config, options, prompt=(FIRST,), drafter=None):
     params = SamplingParams(max_tokens=3, n=SAMPLES, seed=7, **options)
     target, _ = models()
-    return generate(target, [list(prompt)], config, params, max_batch_size=BATCH, drafter=drafter)
+    # As narrow as three rows allow: the samples are many, and every row of a flight is computed.
+    options = {"verify_width": WIDTH, "max_batch_size": BATCH, "drafter": drafter}
+    return generate(target, [list(prompt)], config, params, **options)
 
 
 SLOW = pytest.mark.slow
@@ -84,6 +86,10 @@ def config_of(name):
         "plain": None,
         "probabilistic": MODEL | {"model": draft, "draft_sample_method": "probabilistic"},
         "greedy drafts": MODEL | {"model": draft, "rejection_sample_method": "standard"},
+        "block": MODEL | {"model": draft, "draft_sample_method": "probabilistic", "rejection_sample_method": "block"},
+        "recursive": MODEL
+        | {"model": draft, "draft_sample_method": "probabilistic", "rejection_sample_method": "recursive"},
+        "block, greedy drafts": MODEL | {"model": draft, "rejection_sample_method": "block"},
         "coupled": MODEL | {"model": draft},
         "ngram": {"method": "ngram", "num_speculative_tokens": 2, "rejection_sample_method": "standard"},
         "layer_skip": {
@@ -98,7 +104,14 @@ def config_of(name):
 @pytest.mark.parametrize(
     "name, options",
     [
-        *(pytest.param("probabilistic", o, marks=() if o is OPTIONS[5] else SLOW) for o in OPTIONS),
+        # OPTIONS[1] is in the test of the overlap.
+        *(
+            pytest.param("probabilistic", o, marks=() if o is OPTIONS[5] else SLOW)
+            for o in OPTIONS
+            if o is not OPTIONS[1]
+        ),
+        *(pytest.param("block", o, marks=() if o is OPTIONS[5] else SLOW) for o in OPTIONS),
+        pytest.param("recursive", OPTIONS[5], marks=SLOW),
         pytest.param("coupled", OPTIONS[5], marks=SLOW),
         pytest.param("coupled", OPTIONS[0], marks=SLOW),
     ],
@@ -111,7 +124,11 @@ def test_model_drafts_keep_the_law_under_every_option(name, options):
 
 
 @pytest.mark.parametrize(
-    "name", ["plain", "layer_skip", *(pytest.param(n, marks=SLOW) for n in ("greedy drafts", "ngram"))]
+    "name",
+    [
+        pytest.param(name, marks=SLOW)
+        for name in ("plain", "layer_skip", "greedy drafts", "block, greedy drafts", "ngram")
+    ],
 )
 def test_other_ways_of_drafting_keep_the_law(name):
     options = {"temperature": 1.0, "top_k": 4}
@@ -126,7 +143,8 @@ def test_other_ways_of_drafting_keep_the_law(name):
 
 def test_acceptance_of_sampled_drafts_is_the_overlap_of_the_laws():
     """Accepting less than sum(min(p, q)) would still be lossless and would hide a broken drafter."""
-    result = sample(config_of("probabilistic"), {"temperature": 1.0})
+    result = sample(config_of("probabilistic"), OPTIONS[1])
+    assert chi_square(result.sequences, outputs_law(TARGET_TABLE)) > 1e-4
     accepted = sum(s.accepted[0] for s in result.sequences) / SAMPLES
     assert accepted == pytest.approx(np.minimum(TARGET_TABLE[FIRST], DRAFT_TABLE[FIRST]).sum(), abs=0.015)
 
@@ -163,7 +181,7 @@ def test_every_row_of_a_mixed_batch_has_its_own_law():
     target, draft = models()
     config = MODEL | {"model": draft, "draft_sample_method": "probabilistic"}
     params = [SamplingParams(max_tokens=3), SamplingParams(max_tokens=3, temperature=0.7, n=SAMPLES, seed=7)]
-    result = generate(target, [[FIRST], [FIRST]], config, params, max_batch_size=BATCH)
+    result = generate(target, [[FIRST], [FIRST]], config, params, WIDTH, max_batch_size=BATCH)
     greedy = [int(TARGET_TABLE[FIRST].argmax())]
     while len(greedy) < 3:
         greedy.append(int(TARGET_TABLE[greedy[-1]].argmax()))
@@ -198,13 +216,14 @@ class PaddedDrafter(BaseDrafter):
         return Draft(tokens, jnp.full(batch, 2, jnp.int32), DraftProbs(probs)), state
 
 
+@SLOW
 def test_a_draft_outside_the_vocabulary_is_refused_by_the_rule_not_dropped():
     """Dropping it would draw the next token from p where the rule wants the residual."""
     target = markov(TARGET_TABLE, pad_vocab=3)
     params = SamplingParams(max_tokens=3, n=SAMPLES, seed=7, temperature=1.0)
     drafter = (PaddedDrafter(), ())
     config = {"rejection_sample_method": "standard"}
-    result = generate(target, [[FIRST]], config, params, max_batch_size=BATCH, drafter=drafter)
+    result = generate(target, [[FIRST]], config, params, WIDTH, max_batch_size=BATCH, drafter=drafter)
     assert max(max(s.token_ids) for s in result.sequences) < VOCAB
     assert chi_square(result.sequences, outputs_law(TARGET_TABLE)) > 1e-4
     assert result.stats.num_accepted_tokens > 0

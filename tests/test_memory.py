@@ -1,16 +1,19 @@
 """The compiled programs hold one copy of the cache: small temporaries, and no copy of a cache-shaped array."""
 
+import contextlib
 import re
 
 import jax
 import jax.numpy as jnp
 import pytest
+from test_verify import rows_side_by_side, run_rule
 from tiny import script, tiny
 
+from spec_jax import rule_names
 from spec_jax.config import parse_speculative_config
 from spec_jax.decode import Decoder
 from spec_jax.decode_state import Rows, start_state
-from spec_jax.drafting.base import NoDrafter
+from spec_jax.drafting.base import Draft, DraftProbs, NoDrafter
 from spec_jax.drafting.registry import build_drafter
 from spec_jax.exactness import row_blocks
 from spec_jax.generation import make_decoder
@@ -43,17 +46,24 @@ def cache_copies(compiled, slots):
     return loop
 
 
-def drafters():
+def drafter_of(name):
+    """(drafter, its parameters)."""
+    if name == "none":
+        return NoDrafter(), ()
+    if name == "script":
+        return script([[1]] * BATCH, 3)
     model = tiny(context=CAPACITY, layers=1)
-    rows = row_blocks(True, BATCH, 8)
-    yield "none", NoDrafter(), ()
-    yield "script", *script([[1]] * BATCH, 3)
-    for config in ({"method": "ngram"}, {"method": "layer_skip"}, {"method": "draft_model", "model": model}):
-        yield config["method"], *build_drafter(parse_speculative_config(config), model, rows)
+    config = {"method": name} | ({"model": model} if name == "draft_model" else {})
+    return build_drafter(parse_speculative_config(config), model, row_blocks(True, BATCH, 8))
 
 
-@pytest.mark.parametrize("name, drafter, params", list(drafters()), ids=lambda x: x if isinstance(x, str) else "")
-def test_the_loop_holds_one_copy_of_the_cache(name, drafter, params):
+# Without a cache of their own or the target's to write to, drafters are what "none" is.
+NAMES = ["none", "layer_skip", "draft_model", *(pytest.param(n, marks=pytest.mark.slow) for n in ("script", "ngram"))]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_loop_holds_one_copy_of_the_cache(name):
+    drafter, params = drafter_of(name)
     compiled, slots, cache_bytes = compile_run(drafter, params)
     memory = compiled.memory_analysis()
     assert memory.temp_size_in_bytes < cache_bytes / 2
@@ -85,3 +95,31 @@ def test_filling_a_slot_writes_one_row_in_place():
     assert memory.temp_size_in_bytes < cache_bytes / 8
     assert memory.alias_size_in_bytes >= cache_bytes
     assert cache_copies(program, slots) == []
+
+
+def held_by(rule, nodes, side_by_side, batch=8, vocab=49152):
+    """Bytes of the temporaries of a rule, and of the logits that it is given."""
+    tokens, row = jax.ShapeDtypeStruct((batch, nodes), jnp.int32), jax.ShapeDtypeStruct((batch,), jnp.int32)
+    laws = DraftProbs(jax.ShapeDtypeStruct((batch, nodes, vocab), jnp.float32))
+    logits = jax.ShapeDtypeStruct((batch, nodes + 1, vocab), jnp.float32)
+    options, state = rule_names.options_of(rule, {}), jax.eval_shape(lambda: sampling_state([], batch))
+    run = jax.jit(lambda *x: run_rule.__wrapped__(rule, *x, vocab, options))  # traces are kept with the function
+    with rows_side_by_side() if side_by_side else contextlib.nullcontext():
+        compiled = run.lower(logits, Draft(tokens, row, laws), state, row).compile()
+    return compiled.memory_analysis().temp_size_in_bytes, logits.size * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "rule, side_by_side", [("coupled", False), ("traversal", False), *((rule, True) for rule in rule_names.RULES)]
+)
+def test_a_rule_holds_no_second_copy_of_the_logits(rule, side_by_side):
+    """Both ways through `sampling.over_rows`."""
+    held, logits = held_by(rule, 7, side_by_side)
+    assert held < logits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["standard", "traversal"])
+def test_what_a_rule_holds_does_not_grow_with_the_draft(rule):
+    assert held_by(rule, 15, True)[0] < 1.1 * held_by(rule, 7, True)[0]

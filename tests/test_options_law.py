@@ -111,7 +111,7 @@ def sample(method, options):
     if config and config["method"] == "draft_model":
         config = {**config, "model": draft}
     params = SamplingParams(max_tokens=3, n=SAMPLES, seed=3, **options)
-    return generate(target, [[FIRST]], config, params, max_batch_size=BATCH)
+    return generate(target, [[FIRST]], config, params, verify_width=4, max_batch_size=BATCH)
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,11 @@ import sys
 import pytest
 
 from spec_jax import cli, draft_costs, planner
-from spec_jax.devices import DEVICES, find_device
+from spec_jax.devices import DEVICES, find_device, known_device
 from spec_jax.model_costs import costs_from_config
-from spec_jax.planner import AcceptanceRates, Load, max_draft_tokens, plan
+from spec_jax.planner import AcceptanceRates, Load, max_draft_tokens, plan, speculative_step
 from spec_jax.roofline import step_time
+from spec_jax.stacks import STACKS
 
 GOLDENS = pathlib.Path(__file__).parent / "goldens"
 LLAMA_8B = {
@@ -108,6 +109,25 @@ def test_sizes_of_published_models():
     assert windowed.layer_tokens(2000) == 32 * 512 and windowed.layer_tokens(100) == 3200
     kinds = ["sliding_attention", "full_attention"] * 16
     assert costs_from_config(LLAMA_8B | {"sliding_window": 512, "layer_types": kinds}).windows == (16, 512)
+    for count in (31, 99):
+        with pytest.raises(
+            ValueError, match=f"layer_types has {count} entries; it must have one for each of 32 layers"
+        ):
+            costs_from_config(LLAMA_8B | {"sliding_window": 512, "layer_types": ["sliding_attention"] * count})
+
+
+def test_a_decoding_step_of_t5_reads_its_decoder():
+    def t5(d, ff, heads, layers):
+        sizes = {"d_model": d, "d_ff": ff, "d_kv": 64, "num_heads": heads, "num_layers": layers, "vocab_size": 32128}
+        return costs_from_config(sizes | {"is_encoder_decoder": True, "feed_forward_proj": "gated-gelu"})
+
+    # As the checkpoints of version 1.1 count them, but for 32 x heads relative positions on either side.
+    assert t5(512, 1024, 6, 8).parameters + 2 * 32 * 6 == 76_961_152
+    xxl = t5(4096, 10240, 64, 24)
+    assert xxl.parameters + 2 * 32 * 64 == 11_135_332_352
+    layer = 4 * 4096**2 + 2 * 4096**2 + 3 * 4096 * 10240 + 3 * 4096  # the source's keys and values are computed once
+    assert xxl.parameters_read(1) == 24 * layer + 4096 + 32128 * 4096
+    assert (xxl.query_group, xxl.kv_values) == (1, 2 * 4096)
 
 
 @pytest.mark.parametrize(
@@ -132,6 +152,33 @@ def test_ridges_are_those_of_the_data_sheets():
         assert find_device(name).ridge == pytest.approx(ridge, rel=0.005)
     with pytest.raises(ValueError, match="device='h300' is not known; allowed: v4"):
         find_device("h300")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40g"),
+        ("NVIDIA A10", "a10"),
+        ("NVIDIA RTX A6000", "a6000"),
+        ("NVIDIA GeForce RTX 3090", "rtx3090"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("TPU v4", "v4"),
+        ("TPU v5 lite", "v5e"),
+        ("TPU v5", "v5p"),
+        ("TPU v6 lite", "v6e"),
+        ("cpu", None),
+        ("NVIDIA A30", None),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("TPU v4 lite", None),
+        ("TPU7x", "tpu7x"),
+    ],
+)
+def test_a_backends_words_for_a_chip(kind, name):
+    assert known_device(kind) is (DEVICES[name] if name else None)
 
 
 def test_the_machine_at_hand_is_measured_and_pads_nothing(monkeypatch):
@@ -167,6 +214,53 @@ def test_a_small_batch_is_bound_by_memory_and_a_large_one_by_operations():
     assert more.attention > 1.9 * full.attention
     two = step_time(device, costs, Load(1, 1024, tensor=2), 1)
     assert two.products == pytest.approx(one.products / 2) and two.collectives > 0
+
+
+def test_products_are_padded_to_the_tiles_of_a_gpu_and_to_eight_rows_on_a_tpu():
+    gpu, tpu = DEVICES["a100"], DEVICES["v5e"]
+    assert [gpu.product_rows(rows) for rows in (1, 9, 64, 81, 129, 4096)] == [8, 16, 64, 128, 136, 4096]
+    assert [tpu.product_rows(rows) for rows in (1, 9, 81, 4096)] == [8, 16, 88, 4096]
+
+
+def test_what_software_adds_by_hand():
+    costs, device = costs_from_config(LLAMA_8B), DEVICES["h100"]
+    bare = step_time(device, costs, Load(1, 1024), 1)
+    graphs = step_time(device, costs, Load(1, 1024, stack=STACKS["vllm"]), 1)
+    assert graphs.gaps == pytest.approx(3e-6 * (32 * 10 + 30)) and graphs.waiting == 0
+    assert graphs.seconds == pytest.approx((bare.products + bare.attention) / 0.85 + graphs.gaps)
+    # 32 layers of 61 operations and 47 more, 10 us each: the device waits for the host.
+    eager = step_time(device, costs, Load(1, 1024, stack=STACKS["eager"]), 1)
+    assert eager.seconds == pytest.approx(10e-6 * (32 * 61 + 47)) and eager.waiting > 0.01
+    many = step_time(device, costs, Load(512, 1024, stack=STACKS["eager"]), 8)
+    assert many.waiting == 0 and many.products == pytest.approx(2 * costs.active_parameters * 4096 / device.flops / 0.7)
+    # A drafter of one layer costs operations where the host is the bound, and parameters where the memory is.
+    shares = {}
+    for name in ("ideal", "eager"):
+        load = Load(stack=STACKS[name])
+        step = speculative_step(device, costs, draft_costs.eagle3(costs), load, 3.0, 5)
+        shares[name] = step.draft_seconds / 5 / step.plain_seconds
+        assert step.speedup == pytest.approx(3 * step.plain_seconds / (step.verify_seconds + step.draft_seconds))
+    assert shares["eager"] == pytest.approx(108 / (32 * 61 + 47 + 200)) and shares["eager"] < shares["ideal"]
+
+
+def test_a_tree_verifies_all_of_its_nodes_and_drafts_its_levels():
+    costs, device, load = costs_from_config(LLAMA_8B), DEVICES["h200"], Load(stack=STACKS["eager"])
+    drafter = draft_costs.eagle(costs)
+    chain = speculative_step(device, costs, drafter, load, 3.0, 6)
+    tree = speculative_step(device, costs, drafter, load, 3.0, 60, 6, 10)
+    assert tree.draft_seconds - chain.draft_seconds == pytest.approx(10e-6 * (6 * 25 + 60 * 3))
+    assert tree.plain_seconds == chain.plain_seconds and tree.speedup < chain.speedup
+    found = plan(device, costs, AcceptanceRates((0.8,)), drafter, load, 6)
+    best = speculative_step(device, costs, drafter, load, found.lengths[6].expected_tokens, 6)
+    assert found.lengths[6].speedup == best.speedup and found.lengths[0].speedup == 1
+    for options, message in (
+        ((7.5, 6), "from 1 to 7 with nodes=6"),
+        ((1.0, -1), "nodes=-1"),
+        ((1.0, 6, 1.5), "levels=1.5"),
+        ((1.0, 6, 6, 0), "branch=0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            speculative_step(device, costs, drafter, load, *options)
 
 
 def test_the_best_length_shrinks_with_the_batch_and_with_dear_drafts():
@@ -229,6 +323,40 @@ def test_the_table_names_the_chip_the_lengths_and_the_speed_up(tmp_path, capsys)
     assert "TPU v5e" in out and "8.03 G parameters" in out and "too much" in " ".join(out.split())
 
 
+def test_the_plot_holds_a_curve_for_every_device_and_batch(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("matplotlib").use("Agg")
+    from matplotlib import pyplot
+
+    figures = []
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    file = tmp_path / "plan.png"
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    options = ["--device", "h200,v6e", "--batch", "1,64", "--longest", "20", "--stack", "vllm"]
+    assert cli.main(["plan", "--config", str(tmp_path), *options, "--json", "--plot", str(file)]) == 0
+    monkeypatch.undo()
+    out, err = capsys.readouterr()
+    assert f"wrote {file}" in err and file.read_bytes().startswith(b"\x89PNG")
+    report, (figure,) = json.loads(out), figures
+    assert report["stack"] == "vllm" and [axis.get_title() for axis in figure.axes] == ["NVIDIA H200", "TPU v6e"]
+    curves = [line for axis in figure.axes for line in axis.get_lines() if line.get_label().startswith("batch")]
+    assert len(curves) == len(report["plans"]) == 4
+    for curve, found in zip(curves, report["plans"], strict=True):
+        assert curve.get_label() == f"batch {found['batch']}"
+        assert list(curve.get_xdata()) == list(range(21))
+        assert list(curve.get_ydata()) == [length["speedup"] for length in found["lengths"]]
+    for axis, found in zip(figure.axes, report["plans"][::2], strict=True):
+        (bound,) = (line for line in axis.get_lines() if line.get_label() == "one tile")
+        assert set(bound.get_xdata()) == {found["max_draft_tokens"]}
+    pyplot.close(figure)
+
+
+def test_a_plot_without_matplotlib_is_one_clear_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    assert cli.main(["plan", "--config", str(tmp_path), "--plot", str(tmp_path / "plan.png")]) == 2
+    assert capsys.readouterr().err == "error: --plot needs matplotlib: pip install 'spec_jax[plot]'\n"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -244,6 +372,18 @@ def test_the_table_names_the_chip_the_lengths_and_the_speed_up(tmp_path, capsys)
         (["--config", "CONFIG", "--groups", "8"], "--groups is read from --config"),
         (["--config", "CONFIG", "--weight-bytes", "0"], "--weight-bytes 0"),
         (["--config", "CONFIG", "--longest", "-1"], "longest=-1"),
+        (["--config", "CONFIG", "--longest", "128"], "longest=128 must be an integer from 0 to 127"),
+        (["--config", "CONFIG", "--device", ""], "--device '' names no device"),
+        (["--config", "CONFIG", "--drafter", ""], "--drafter '' must be one of"),
+        (["--config", ""], "--config '' must be a config.json"),
+        (
+            ["--config", "CONFIG", "--stack", "cuda"],
+            "stack='cuda' is not known; allowed: ideal, xla, vllm, sglang, eager",
+        ),
+        (["--config", "CONFIG", "--overhead-us", "-5"], "--overhead-us -5.0 must be microseconds"),
+        (["--groups", "3", "--tile", "64", "--batch", "x"], "--batch says nothing about the tile alone"),
+        (["--groups", "3", "--tile", "64", "--stack", "vllm"], "--stack says nothing about the tile alone"),
+        (["--groups", "3", "--tile", "64", "--alpha", "0.7"], "--alpha says nothing about the tile alone"),
     ],
 )
 def test_bad_input_is_one_clear_line(tmp_path, capsys, options, message):

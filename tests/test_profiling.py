@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import time
 
 import jax
 import jax.numpy as jnp
@@ -109,8 +110,9 @@ def check(found, packed, widths):
         assert all(set(x) == SPREAD and 0 < x["min"] <= x["median"] <= x["max"] for x in ms.values())
         assert sum(shares.values()) == pytest.approx(1)
         assert row["unexplained"] == pytest.approx(shares["unexplained"] * ms["step"]["median"])
-        # What disturbs a measurement only makes it slower, so the fastest ones are compared.
-        assert 0.25 < sum(ms[part]["min"] for part in PARTS) / ms["step"]["min"] < 4
+        for part in PARTS:  # a median of ratios lies between the extreme ones, however the machine was disturbed
+            least, most = ms[part]["min"] / ms["step"]["max"], ms[part]["max"] / ms["step"]["min"]
+            assert 0.999 * least < shares[part] < 1.001 * most
     (one,) = [row for row in found["rows"] if row["method"] == "plain W=1"]
     assert one["step_ratio"] == one["forward_ratio"] == 1
     assert [entry["method"] for entry in found["methods"]] == list(dict(widths))
@@ -125,16 +127,20 @@ def check(found, packed, widths):
         assert set(memory["drafter"]) == {"parameters", "state", "temporaries"}
 
 
+@pytest.mark.slow
 def test_a_model_that_computes_all_rows(report):
     check(report, False, [("plain W=8", 8), ("plain W=1", 1), ("Loops", 8)])
     assert report["trace"] is None and report["batch_size"] == 2
     json.dumps(report, allow_nan=False)
 
 
+@pytest.mark.slow
 def test_extra_work_of_a_drafter_shows_as_drafting(report):
-    plain, _, extra = report["rows"]
-    assert extra["shares"]["draft"] > 0.5 > plain["shares"]["draft"]
-    assert extra["shares"]["draft"] > 3 * extra["shares"]["forward"]
+    """In figures of milliseconds, the fastest ones: what disturbs a measurement only makes it slower."""
+    plain, _, extra = ({name: x["min"] for name, x in row["milliseconds"].items()} for row in report["rows"])
+    assert extra["draft"] > 3 * extra["forward"] and extra["draft"] > 20 * plain["draft"]
+    assert 0.5 < extra["draft"] / extra["step"] < 4
+    assert 0.25 < sum(extra[part] for part in PARTS) / extra["step"] < 4
 
 
 @pytest.mark.slow
@@ -166,6 +172,7 @@ def test_the_drafter_s_share_of_the_memory(printed):
     assert model["peak"] - plain["peak"] >= sum(model["drafter"].values())
 
 
+@pytest.mark.slow
 def test_the_bound_counts_every_parameter_that_a_step_reads(report):
     model = small()
     assert report["prompt_tokens"] == [len(model.tokenizer.encode(p.text)) for p in PROMPTS]
@@ -202,10 +209,22 @@ def parts_of(model, drafter, params, batch=1):
 
 
 def test_work_that_is_the_same_in_every_iteration_is_done_in_every_iteration():
-    long, short = (parts_of(small(), Loops(), work(loops)).at(8) for loops in (2000, 1))
-    for times in (long, short) * 3:
-        times.measure("draft")
-    assert min(long.seconds["draft"]) > 20 * min(short.seconds["draft"])
+    parts = parts_of(small(), Loops(), work(20_000))
+    seconds = {many: [] for many in (8, 1)}
+    for many in (8, 1) * 4:
+        seconds[many].append(seconds_of_drafting(parts, many))
+    # Without the first runs, which compile. Work that was done once for all iterations would make them equal.
+    assert min(seconds[8][1:]) > 3 * min(seconds[1][1:])
+
+
+def seconds_of_drafting(parts, count):
+    """Only the drafts: the other parts take longer to compile."""
+    arguments = parts.arguments(8)
+    copies = jax.tree.map(jnp.copy, (parts.state, parts.nothing(arguments), jnp.int32(count)))
+    jax.block_until_ready((arguments, copies))
+    start = time.perf_counter()
+    jax.block_until_ready(parts.programs["draft"](*arguments, *copies))
+    return time.perf_counter() - start
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,13 @@
 """Processors against NumPy, ties at every cut, padded vocabularies, and noise keyed by seed and position only."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spec_jax.sampling import ACCEPT, BLOCK, DRAFT, NO_TOKEN, TARGET, best_token, gumbel, mask_padding, process
+from spec_jax.sampling import ACCEPT, BLOCK, DRAFT, HEAD, NO_TOKEN, TARGET, best_token, gumbel, mask_padding, process
 
 VOCAB = 50
 
@@ -25,16 +27,22 @@ def numpy_process(logits, temperature, top_k, top_p, min_p):
     return x
 
 
+@functools.partial(jax.jit, static_argnums=5)
+def processed(logits, temperature, top_k, top_p, min_p, vocab_size):
+    return process(mask_padding(logits, vocab_size), temperature, top_k, top_p, min_p)
+
+
 def run(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, vocab_size=None):
-    arguments = [jnp.float32(temperature), jnp.int32(top_k), jnp.float32(top_p), jnp.float32(min_p)]
-    return np.asarray(process(mask_padding(jnp.asarray(logits, jnp.float32), vocab_size or len(logits)), *arguments))
+    arguments = np.float32(temperature), np.int32(top_k), np.float32(top_p), np.float32(min_p)
+    return np.asarray(processed(np.asarray(logits, np.float32), *arguments, vocab_size or len(logits)))
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
 @pytest.mark.parametrize(
     "options",
     [{}, {"top_k": 1}, {"top_k": 7}, {"top_k": 1000}, {"top_p": 0.1}, {"top_p": 0.9}, {"min_p": 0.2},
-     {"top_k": 9, "top_p": 0.5, "min_p": 0.01}],
+     {"top_k": 9, "top_p": 0.5, "min_p": 0.01}, {"top_k": 9, "min_p": 0.5}, {"top_p": 0.99, "min_p": 0.5},
+     {"top_k": 3, "top_p": 0.99}],
     ids=str,
 )  # fmt: skip
 def test_filters_equal_the_sorting_reference(temperature, options):
@@ -45,6 +53,25 @@ def test_filters_equal_the_sorting_reference(temperature, options):
         got = run(logits, temperature, **options)
         np.testing.assert_array_equal(np.isfinite(got), np.isfinite(want))
         np.testing.assert_allclose(got[np.isfinite(got)], want[np.isfinite(want)], rtol=1e-5)
+
+
+@pytest.mark.parametrize("spread", [0.1, 4.0], ids=["flat", "peaked"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"top_k": 50},
+        {"top_k": HEAD},
+        {"top_k": HEAD + 1},
+        {"top_p": 0.05},
+        {"top_p": 0.9},
+        {"top_k": 300, "top_p": 0.7},
+    ],
+    ids=str,
+)
+def test_cuts_behind_the_best_scores_are_found_too(options, spread):
+    logits = (np.random.default_rng(3).normal(size=1000) * spread).astype(np.float32)
+    want = numpy_process(logits, 1.0, **{"top_k": 0, "top_p": 1.0, "min_p": 0.0} | options)
+    np.testing.assert_array_equal(np.isfinite(run(logits, **options)), np.isfinite(want))
 
 
 def test_ties_at_a_cut_are_all_kept():
@@ -103,3 +130,23 @@ def test_the_best_token_is_the_first_of_the_largest_and_leads_the_next(size):
         assert token == order[0]
         left = scores[order[1]] if size > 1 else -np.inf
         assert lead == (np.inf if left == -np.inf else scores[order[0]] - left)
+
+
+@pytest.mark.parametrize("predicate", [[True, False, True], [False] * 3, [True] * 3], ids=str)
+@pytest.mark.parametrize("axes", [(0, 0), (0, None), (None, 0)], ids=str)
+def test_cond_of_rows_side_by_side_is_cond_of_every_row(predicate, axes):
+    """Whatever varies from row to row: the condition, what it chooses from, or both."""
+    from spec_jax.sampling import cond
+
+    predicate, x = jnp.array(predicate), jnp.arange(6.0).reshape(3, 2)
+    given = [value if axis == 0 else value[0] for value, axis in zip((predicate, x), axes, strict=True)]
+
+    def one(predicate, x):
+        return cond(predicate, lambda x: (x + 1, x.sum()), lambda x: (x * 2, x.max()), x)
+
+    got = jax.jit(jax.vmap(one, axes))(*given)
+    for row in range(3):
+        at = [value[row] if axis == 0 else value for value, axis in zip(given, axes, strict=True)]
+        want = (at[1] + 1, at[1].sum()) if at[0] else (at[1] * 2, at[1].max())
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_array_equal(a[row], b)

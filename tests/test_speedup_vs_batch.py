@@ -221,6 +221,7 @@ def small(monkeypatch, tmp_path):
     return call
 
 
+@pytest.mark.slow
 def test_the_whole_script_on_a_tiny_model(small, tmp_path, capsys):
     options = ["--batch-sizes", "2", "--lengths", "0,7", "--repeats", "1", "--output", str(tmp_path / "log.jsonl")]
     small(*options, "--json", "--logdir", str(tmp_path / "logs"))

@@ -257,7 +257,7 @@ def test_k_zero_of_every_method_is_plain_decoding(method):
     assert result.stats.num_drafts == result.stats.num_draft_tokens == result.stats.num_accepted_tokens == 0
 
 
-@pytest.mark.parametrize("k", [2, 16])
+@pytest.mark.parametrize("k", [16, pytest.param(2, marks=pytest.mark.slow)])
 def test_other_values_of_k(k):
     """16 is larger than the budget and than the default width; the text is that of width 8."""
     text, wrong = texts()[1], [LENGTHS[1] + 2]
@@ -288,23 +288,25 @@ def test_the_width_holds_the_drafts_and_the_last_token():
 
 @pytest.mark.parametrize("budget", [2**31 - 1, 2**31, 10**12])
 def test_a_budget_beyond_32_bits_runs_to_the_end_of_the_context(budget):
-    model = tiny.tiny(context=64)
+    model = dataclasses.replace(tiny.tiny(), max_model_len=64)
     sequence = generate(model, [[1, 2, 3]], None, SamplingParams(max_tokens=budget)).sequences[0]
     assert (len(sequence.token_ids), sequence.finish_reason) == (61, "context")
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("rule", ["coupled", "standard"])
+@pytest.mark.parametrize("rule", ["coupled", "standard", "block", "recursive"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_logits_that_are_not_numbers_are_an_error_not_a_text(value, rule, temperature):
     """One damaged row of the head, and a damaged norm; sampled rows must not take it for having no token left."""
-    model = tiny.tiny(context=64)
+    model = tiny.tiny()
     head = model.params["lm_head"].at[40].set(value)
     for broken in (dict(model.params, lm_head=head), dict(model.params, final_norm=model.params["final_norm"] * value)):
         damaged = dataclasses.replace(model, params=broken)
         config = {"method": "ngram", "num_speculative_tokens": 4, "rejection_sample_method": rule}
         with pytest.raises(ValueError, match="not numbers"):
-            generate(damaged, [[1, 2, 1, 2]], config, SamplingParams(max_tokens=4, temperature=temperature, top_k=9))
+            # Three rows: under `coupled` the program of the tests above.
+            params = SamplingParams(max_tokens=4, temperature=temperature, top_k=9)
+            generate(damaged, [[1, 2, 1, 2], [5], [1, 1]], config, params)
 
 
 @pytest.mark.parametrize("prompts", [[1, 2, 3], [{"role": "user", "content": "hi"}]], ids=["ids", "messages"])

@@ -1,12 +1,11 @@
-"""Verification rules: exact laws by enumeration, the law of the compiled rule by sampling, and noise across rounds.
+"""Verification rules, compiled: their law by sampling, noise across rounds, and what all of them share.
 
 Every statistical test comes with a power check: a deliberately wrong sampler must fail it.
 """
 
 import functools
 import itertools
-import json
-import pathlib
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +13,18 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from spec_jax import rule_names
 from spec_jax.drafting.base import Draft, DraftProbs
+from spec_jax.rules.base import acceptance_probability, residual
 from spec_jax.sampling import SamplingState
-from spec_jax.verify import acceptance_probability, residual, verify
+from spec_jax.verify import CHAIN_RULES, TREE_RULES, verify
+from spec_jax.verify import RULES as LAW_RULES
 
-GOLDEN = json.loads((pathlib.Path(__file__).parent / "goldens" / "verification.json").read_text())
+# Operation by operation they take longer to compile.
+acceptance_probability, residual = jax.jit(acceptance_probability), jax.jit(residual)
+
 P_LIMIT = 1e-4
+LOSSLESS = [name for name in LAW_RULES if not name.startswith("lossy_")]
 
 
 def sampling_state(batch, temperature=1.0, seeds=None):
@@ -34,12 +39,24 @@ def sampling_state(batch, temperature=1.0, seeds=None):
     )
 
 
-@functools.partial(jax.jit, static_argnums=(0, 5))
-def run_rule(rule, logits, draft, sampling, length, vocab):
+@functools.partial(jax.jit, static_argnums=(0, 5, 6))
+def run_rule(rule, logits, draft, sampling, length, vocab, options=()):
     nodes = draft.tokens.shape[1]
     parents = jnp.broadcast_to(jnp.arange(nodes), draft.tokens.shape)
     depth = jnp.broadcast_to(jnp.arange(nodes + 1), logits.shape[:2])
-    return verify(rule, logits, draft, parents, depth, True, length, sampling, vocab)
+    return verify(rule, logits, draft, parents, depth, True, length, sampling, vocab, options=options)
+
+
+def rows_side_by_side():
+    """Trace as for an accelerator, whose way through `sampling.over_rows` is another."""
+    return mock.patch.object(jax.lax, "platform_dependent", lambda *x, cpu, default: default(*x))
+
+
+def run_side_by_side(*arguments):
+    """`run_rule` in rows side by side; a function of its own, since a trace is kept with its function."""
+    rule, logits, draft, sampling, length, vocab = arguments
+    with rows_side_by_side():
+        return jax.jit(lambda *x: run_rule.__wrapped__(rule, *x, vocab))(logits, draft, sampling, length)
 
 
 def chi_square(counts, law):
@@ -48,84 +65,6 @@ def chi_square(counts, law):
     assert counts[law < 1e-12].sum() == 0, "a token of probability zero was emitted"
     keep = law >= 1e-12
     return stats.chisquare(counts[keep], law[keep] / law[keep].sum() * counts.sum()).pvalue
-
-
-# --- the exact law, by enumeration ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("case", GOLDEN["multi_draft"], ids=str)
-def test_single_draft_acceptance_and_residual_are_the_golden_values(case):
-    p, q = np.array(case["p"], np.float64), np.array(case["q"], np.float64)
-    with jax.enable_x64(True):
-        accept = np.asarray(acceptance_probability(jnp.asarray(p), jnp.asarray(q)))
-        rest = np.asarray(residual(jnp.asarray(p), jnp.asarray(q)))
-    assert (q * accept).sum() == pytest.approx(case["single"], abs=1e-12)
-    np.testing.assert_allclose(rest / rest.sum(), case["residual"], atol=1e-12)
-    assert (p * q).sum() == pytest.approx(case["exact_match"], abs=1e-12)
-
-
-def token_rule_law(p_of, q_of, vocab, k):
-    """Law of the first k + 1 tokens and the expected run length of the token rule, enumerating drafts and coins."""
-    law, expected = {}, 0.0
-
-    def complete(prefix, mass):
-        if len(prefix) == k + 1:
-            law[prefix] = law.get(prefix, 0.0) + mass
-            return
-        for token, prob in enumerate(p_of(prefix)):
-            if prob > 0:
-                complete((*prefix, token), mass * prob)
-
-    for drafts in itertools.product(range(vocab), repeat=k):
-        alive = np.prod([q_of(drafts[:i])[drafts[i]] for i in range(k)])
-        for i in range(k):
-            p, q = p_of(drafts[:i]), q_of(drafts[:i])
-            accept = float(acceptance_probability(p[drafts[i]], q[drafts[i]]))
-            refused = alive * (1 - accept)
-            if refused > 0:
-                rest = np.asarray(residual(p, q))
-                for token, prob in enumerate(rest / rest.sum()):
-                    if prob > 0:
-                        complete((*drafts[:i], token), refused * prob)
-                expected += refused * (i + 1)
-            alive *= accept
-        if alive > 0:
-            complete(drafts, alive)
-            expected += alive * (k + 1)
-    return law, expected
-
-
-@pytest.mark.parametrize(
-    "vocab, k, seed, truncated", [(2, 2, 1, False), (3, 3, 2, False), (4, 2, 3, True), (3, 2, 4, True)]
-)
-def test_enumerated_law_of_the_token_rule_is_the_target(vocab, k, seed, truncated):
-    rng = np.random.default_rng(seed)
-
-    def tables():
-        rows = {}
-        for n in range(k + 1):
-            for prefix in itertools.product(range(vocab), repeat=n):
-                row = rng.dirichlet(np.ones(vocab))
-                if truncated:  # a top-k filter: zeros in p and in q, at different tokens
-                    row[rng.integers(vocab)] = 0
-                    row /= row.sum()
-                rows[prefix] = row
-        return rows
-
-    with jax.enable_x64(True):
-        p, q = tables(), tables()
-        law, _ = token_rule_law(p.__getitem__, q.__getitem__, vocab, k)
-    for sequence in itertools.product(range(vocab), repeat=k + 1):
-        truth = np.prod([p[sequence[:i]][sequence[i]] for i in range(k + 1)])
-        assert law.get(sequence, 0.0) == pytest.approx(truth, abs=1e-12)
-
-
-@pytest.mark.parametrize("case", GOLDEN["iid_chain"], ids=lambda c: f"gamma{c['gamma']}")
-def test_expected_run_length_of_the_token_rule(case):
-    p, q = np.array([1 / 3, 2 / 3]), np.array([2 / 3, 1 / 3])
-    with jax.enable_x64(True):
-        _, expected = token_rule_law(lambda _: p, lambda _: q, 2, case["gamma"])
-    assert expected == pytest.approx(case["token_E"], abs=1e-12)
 
 
 def test_edges_of_acceptance():
@@ -162,7 +101,8 @@ def first_token_counts(kind, wrong=None):
     draft = Draft(jnp.asarray(tokens, jnp.int32)[:, None], jnp.ones(samples, jnp.int32), law)
     logits = jnp.broadcast_to(jnp.log(jnp.asarray(P_TARGET, jnp.float32)), (samples, 2, vocab))
     length = jnp.full(samples, 5, jnp.int32)
-    verdict = run_rule("standard", logits, draft, sampling_state(samples), length, vocab)
+    # So many rows one after another take long.
+    verdict = run_side_by_side("standard", logits, draft, sampling_state(samples), length, vocab)
     return np.bincount(np.asarray(verdict.tokens[:, 0]), minlength=vocab), float(verdict.num_accepted.mean())
 
 
@@ -236,34 +176,39 @@ def test_power_noise_reused_in_a_later_round_is_found(rule):
     assert chi_square(*three_rounds(rule, reuse=True)) < P_LIMIT
 
 
-def test_a_drafter_equal_to_the_target_is_always_accepted():
+@pytest.mark.parametrize("rule", LOSSLESS)
+def test_a_drafter_equal_to_the_target_is_always_accepted(rule):
     batch, k, vocab = 500, 3, 6
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(batch, k + 1, vocab)).astype(np.float32)
     probs = np.asarray(jax.nn.softmax(logits[:, :k]))
     tokens = (probs.cumsum(-1) < rng.random((batch, k, 1))).sum(-1).clip(0, vocab - 1)
     draft = Draft(jnp.asarray(tokens, jnp.int32), jnp.full(batch, k, jnp.int32), DraftProbs(jnp.asarray(probs)))
-    verdict = run_rule("standard", jnp.asarray(logits), draft, sampling_state(batch), jnp.ones(batch, jnp.int32), vocab)
+    verdict = run_rule(rule, jnp.asarray(logits), draft, sampling_state(batch), jnp.ones(batch, jnp.int32), vocab)
     # p and q come from two softmax evaluations, so a ratio may fall short of 1 by rounding, once in millions.
     assert float(verdict.num_accepted.mean()) > k - 0.01
 
 
-def test_disjoint_supports_accept_nothing():
+@pytest.mark.parametrize("rule", LOSSLESS)
+def test_disjoint_supports_accept_nothing(rule):
     batch = 200
     logits = jnp.broadcast_to(jnp.array([0.0, 0.0, -jnp.inf, -jnp.inf]), (batch, 2, 4))
     probs = jnp.broadcast_to(jnp.array([0.0, 0.0, 0.5, 0.5]), (batch, 1, 4))
     draft = Draft(jnp.full((batch, 1), 2, jnp.int32), jnp.ones(batch, jnp.int32), DraftProbs(probs))
-    verdict = run_rule("standard", logits, draft, sampling_state(batch), jnp.ones(batch, jnp.int32), 4)
+    verdict = run_rule(rule, logits, draft, sampling_state(batch), jnp.ones(batch, jnp.int32), 4)
     assert int(verdict.num_accepted.max()) == 0
     assert set(np.asarray(verdict.tokens[:, 0]).tolist()) == {0, 1}
 
 
-@pytest.mark.parametrize("rule", ["standard", "coupled"])
+@pytest.mark.parametrize("rule", ["coupled", *LOSSLESS, "lossy_typical"])
 def test_greedy_rows_accept_exactly_the_argmax_and_ties_go_to_the_lowest_id(rule):
     logits = jnp.array([[[1.0, 3.0, 3.0], [5.0, 5.0, 0.0], [0.0, 2.0, 2.0]]] * 3)
     tokens = jnp.array([[1, 0], [2, 0], [1, 1]], jnp.int32)  # all right; refused at once; second refused
-    draft = Draft(tokens, jnp.full(3, 2, jnp.int32))
-    verdict = run_rule(rule, logits, draft, sampling_state(3, temperature=0.0), jnp.ones(3, jnp.int32), 3)
+    # K-SEQ judges draws only, and a certain one is what a deterministic proposal is.
+    q = DraftProbs(jax.nn.one_hot(tokens, 3)) if rule == "kseq" else None
+    draft, options = Draft(tokens, jnp.full(3, 2, jnp.int32), q), (0.09, 0.3) if rule == "lossy_typical" else ()
+    state = sampling_state(3, temperature=0.0)
+    verdict = run_rule(rule, logits, draft, state, jnp.ones(3, jnp.int32), 3, options)
     assert verdict.num_accepted.tolist() == [2, 0, 1]
     assert verdict.tokens[0, :3].tolist() == [1, 0, 1]
     assert int(verdict.tokens[1, 0]) == 1
@@ -271,18 +216,56 @@ def test_greedy_rows_accept_exactly_the_argmax_and_ties_go_to_the_lowest_id(rule
     assert float(verdict.gaps[0, 0]) == 0.0  # an exact tie is the nearest of near-ties
 
 
-def test_padding_proposals_are_never_accepted():
+@pytest.mark.parametrize("rule", ["coupled", *LOSSLESS])
+def test_padding_proposals_are_never_accepted(rule):
     logits = jnp.zeros((1, 3, 4)).at[..., 1].set(9.0)
-    draft = Draft(jnp.array([[1, 1]], jnp.int32), jnp.array([1], jnp.int32))
-    for rule in ("standard", "coupled"):
-        verdict = run_rule(rule, logits, draft, sampling_state(1, 0.0), jnp.ones(1, jnp.int32), 4)
-        assert verdict.num_accepted.tolist() == [1]
+    tokens = jnp.array([[1, 1]], jnp.int32)
+    draft = Draft(tokens, jnp.array([1], jnp.int32), DraftProbs(jax.nn.one_hot(tokens, 4)) if rule == "kseq" else None)
+    verdict = run_rule(rule, logits, draft, sampling_state(1, 0.0), jnp.ones(1, jnp.int32), 4)
+    assert verdict.num_accepted.tolist() == [1]
 
 
-def test_unknown_rules_and_trees_under_standard_are_refused():
+def test_unknown_rules_and_trees_under_rules_of_chains_are_refused():
     draft = Draft(jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32))
     arguments = (jnp.zeros((1, 2, 3)), draft, jnp.zeros((1, 1), jnp.int32), jnp.zeros((1, 2), jnp.int32))
     with pytest.raises(ValueError, match="'lenient'"):
         verify("lenient", *arguments, True, jnp.ones(1, jnp.int32), sampling_state(1), 3)
-    with pytest.raises(ValueError, match="chains"):
-        verify("standard", *arguments, False, jnp.ones(1, jnp.int32), sampling_state(1), 3)
+    for rule in CHAIN_RULES:
+        with pytest.raises(ValueError, match=f"'{rule}' verifies chains"):
+            verify(rule, *arguments, False, jnp.ones(1, jnp.int32), sampling_state(1), 3)
+    with pytest.raises(ValueError, match="'kseq' judges siblings that were drawn independently"):
+        verify("kseq", *arguments, True, jnp.ones(1, jnp.int32), sampling_state(1), 3)
+
+
+def test_the_configuration_knows_the_rules():
+    """It names them itself, so that reading a configuration loads no backend."""
+    assert sorted(rule_names.RULES) == sorted((*CHAIN_RULES, *TREE_RULES))
+    assert rule_names.RULES[1:] == tuple(LAW_RULES)
+    assert rule_names.CHAIN_RULES == CHAIN_RULES
+
+
+@pytest.mark.parametrize("temperatures", [(0.0, 0.0, 0.0), (0.0, 1.0, 0.7), (1.0, 0.5, 2.0)], ids=str)
+@pytest.mark.parametrize("rule", ["coupled", *LOSSLESS])
+def test_rows_side_by_side_choose_what_rows_in_sequence_choose(rule, temperatures):
+    """Accelerators take the other way through `sampling.over_rows`; no row's filters or noise may leak into another."""
+    batch, nodes, vocab = 3, 3, 200
+    rng = np.random.default_rng(1)
+    logits = jnp.asarray(rng.normal(size=(batch, nodes + 1, vocab)) * 3, jnp.float32).at[0, 1, 5].set(jnp.nan)
+    best = jnp.argmax(logits[:, :nodes], axis=-1)
+    q = DraftProbs(jax.nn.softmax(jnp.asarray(rng.normal(size=(batch, nodes, vocab)), jnp.float32)))
+    draft = Draft(best.astype(jnp.int32), jnp.array([3, 2, 3], jnp.int32), q=q)
+    state = sampling_state(batch).replace(
+        temperature=jnp.asarray(temperatures, jnp.float32),
+        top_k=jnp.array([0, 5, 0], jnp.int32),
+        top_p=jnp.array([1.0, 1.0, 0.5], jnp.float32),
+    )
+    length = jnp.array([4, 9, 1], jnp.int32)
+    want = run_rule(rule, logits, draft, state, length, vocab)
+    got = run_side_by_side(rule, logits, draft, state, length, vocab)
+    np.testing.assert_array_equal(got.num_accepted, want.num_accepted)
+    used = np.arange(nodes + 1) <= np.asarray(want.num_accepted)[:, None]  # the rest is padding
+    for name in ("tokens", "path"):
+        np.testing.assert_array_equal(
+            np.asarray(getattr(got, name))[used], np.asarray(getattr(want, name))[used], err_msg=name
+        )
+    np.testing.assert_allclose(np.asarray(got.gaps)[used], np.asarray(want.gaps)[used], rtol=1e-6, atol=1e-5)

@@ -70,17 +70,19 @@ def _first_params(module):
 
 
 def _random_params(module, seed):
-    """Random parameters; every seed but 0 is drawn without compiling anything."""
+    """Random parameters; every seed but 0 is drawn without compiling anything, at the sizes of `init_params`."""
     if seed == 0:
         return dict(_first_params(module))
     rng = np.random.default_rng(seed)
 
     def draw(path, leaf):
-        if path[-1].key.endswith(("norm", "bias")):
-            return leaf
-        return jnp.asarray(rng.standard_normal(leaf.shape) * float(jnp.std(leaf.astype(jnp.float32))), leaf.dtype)
+        name = path[-1].key
+        if name.endswith(("norm", "bias")):
+            return jnp.asarray(np.full(leaf.shape, float(name.endswith("norm"))), leaf.dtype)
+        inputs = leaf.shape[-1] if name in ("embedding", "lm_head") else leaf.shape[-2]
+        return jnp.asarray(rng.standard_normal(leaf.shape) / inputs**0.5, leaf.dtype)
 
-    return jax.tree_util.tree_map_with_path(draw, _first_params(module))
+    return jax.tree_util.tree_map_with_path(draw, jax.eval_shape(lambda: init_params(module)))
 
 
 def model_of(module, params, usable=None, name="toy", tokenizer=None, eos=()):
@@ -110,7 +112,7 @@ def markov(table: np.ndarray, context: int = 64, pad_vocab: int = 0) -> Model:
     width = max(8, rows)
     config = LlamaConfig(rows, width, width, 1, 2, 1, 4, context)
     module = Llama(config)
-    params = jax.tree.map(np.array, init_params(module))
+    params = jax.tree.map(np.array, _random_params(module, 1))
     params["embedding"][:] = np.eye(rows, width)
     params["layer_0"]["o"][:] = 0
     params["layer_0"]["down"][:] = 0

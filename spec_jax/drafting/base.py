@@ -29,10 +29,12 @@ class Needs:
     Attributes:
       features: layers whose outputs `commit` receives; i is layer i's output, -1 the final norm's.
       prefill_logits: whether `commit` also receives the logits of prefill chunks (the head then runs on the prompt).
+      slots: rows that `propose` has in flight, from the last committed token on, where they may be more than the width.
     """
 
     features: tuple[int, ...] = ()
     prefill_logits: bool = False
+    slots: int = 0
 
 
 @flax.struct.dataclass
@@ -42,12 +44,15 @@ class DraftProbs:
     Attributes:
       probs: float32 [batch, rows, vocab], or [batch, rows, m] together with `ids`.
       ids: int32 [batch, rows, m], the support of a sparse law; None: dense. Ids of one row are distinct.
-      one_hot: bool [batch, rows], True where the child was chosen deterministically, whatever `probs` says.
+      one_hot: bool [batch, rows], True where the children were chosen deterministically, whatever `probs` says.
+      without_replacement: whether siblings were drawn one after another from what was left, so that no two are equal;
+        else each from the whole law.
     """
 
     probs: jax.Array
     ids: jax.Array | None = None
     one_hot: jax.Array | None = None
+    without_replacement: bool = flax.struct.field(pytree_node=False, default=False)
 
 
 @flax.struct.dataclass
@@ -176,7 +181,7 @@ class Drafter(Protocol):
         """Proposes up to `num_nodes` tokens behind the last committed one."""
 
     def for_prefill(self) -> Drafter:
-        """A drafter with the same `init`, prefill `commit`, `fill` and `needs`, so that these share one program."""
+        """A drafter with the same `init`, prefill `commit`, `fill` and features, so that these share one program."""
 
     def fill(self, state: Any, one: Any, put: Callable[[jax.Array, jax.Array], jax.Array]) -> Any:
         """The state of a batch some of whose rows start anew from `one`, the state of a batch of one behind its prompt.
@@ -207,7 +212,7 @@ class BaseDrafter:
 
     def for_prefill(self):
         stateless = type(self).init is BaseDrafter.init and type(self).commit is BaseDrafter.commit
-        return NoDrafter() if stateless and self.needs == Needs() else self
+        return NoDrafter() if stateless and self.needs == Needs(slots=self.needs.slots) else self
 
     def fill(self, state, one, put):
         """Right for every state whose leaves all have the batch as their leading axis."""

@@ -11,45 +11,57 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from spec_jax.drafting.base import BaseDrafter, Draft, DraftProbs, draft_chain
-from spec_jax.kernels.attention import chain_ancestors
+from spec_jax import tree as tree_lib
+from spec_jax.drafting.base import Draft, DraftProbs, draft_chain
+from spec_jax.drafting.tree_drafting import DynamicTree, StaticTree, TreeDrafter
+from spec_jax.kernels.masks import chain_ancestors, pack_ancestors
 
 
 @dataclasses.dataclass(frozen=True)
-class LayerSkipDrafter(BaseDrafter):
+class LayerSkipDrafter(TreeDrafter):
     """Drafts with a subset of the target's layers.
 
     Attributes:
-      num_nodes: K.
+      num_nodes: K, or the nodes of the tree.
       layers: ids of the layers that run, ascending.
       sample: draw drafts from the processed distribution and keep it as q.
+      tree: None: a chain.
     """
 
     num_nodes: int
     layers: tuple[int, ...]
     sample: bool = False
+    tree: StaticTree | DynamicTree | None = None
 
     def propose(self, params, state, view):
-        target = view.target
-        module, variables = target.module, {"params": target.params}
-        stop = self.layers[-1] + 1
-        skip = tuple(i for i in range(stop) if i not in self.layers)
-        committed = view.cache.length
+        committed, vocab = view.cache.length, view.target.vocab_size
+        if self.tree is not None:
 
-        def partial_forward(bound, tokens, cache):
-            flight = bound.flight(cache, 1, np.zeros(1, np.int32), chain_ancestors(1), view.live)
-            x, cache, _ = bound.layers(bound.embed(tokens), cache, flight, target.rows, stop=stop, skip=skip)
-            return bound.head(bound.final_norm(x, target.rows), target.rows)[:, 0], cache
+            def next_of_rows(cache, tokens, mask, active):
+                depth, ancestors = tree_lib.depths(mask), pack_ancestors(mask)
+                return self._forward(view, tokens, cache, depth, ancestors, active)
+
+            found, cache = self.tree.draft(next_of_rows, view.cache, view, self.sample, vocab)
+            return Draft(found.tokens, found.count, found.q, found.parents, target_cache=cache), state
 
         def next_logits(cache, token, step):
-            logits, cache = module.apply(
-                variables, token[:, None], cache, method=lambda m, t, c: partial_forward(m, t, c)
-            )
-            return logits, cache.replace(length=cache.length + 1)
+            logits, cache = self._forward(view, token[:, None], cache, np.zeros(1, np.int32), chain_ancestors(1))
+            return logits[:, 0], cache.replace(length=cache.length + 1)
 
-        proposal, cache = draft_chain(
-            next_logits, view.cache, view.last, view, self.num_nodes, self.sample, target.vocab_size
-        )
+        proposal, cache = draft_chain(next_logits, view.cache, view.last, view, self.num_nodes, self.sample, vocab)
         q = None if proposal.probs is None else DraftProbs(proposal.probs)
         count = jnp.full(view.length.shape, self.num_nodes, jnp.int32)
         return Draft(proposal.tokens, count, q, target_cache=cache.replace(length=committed)), state
+
+    def _forward(self, view, tokens, cache, depth, ancestors, active=None):
+        """Logits float32 [batch, rows, vocab] of the chosen layers and the head, and the cache written by them."""
+        target = view.target
+        stop = self.layers[-1] + 1
+        skip = tuple(i for i in range(stop) if i not in self.layers)
+
+        def run(bound, tokens, cache):
+            flight = bound.flight(cache, tokens.shape[1], depth, ancestors, view.live, active)
+            x, cache, _ = bound.layers(bound.embed(tokens), cache, flight, target.rows, stop=stop, skip=skip)
+            return bound.head(bound.final_norm(x, target.rows, flight.active), target.rows, flight.active), cache
+
+        return target.module.apply({"params": target.params}, tokens, cache, method=run)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from spec_jax.config import SpeculativeConfig
+from spec_jax.config import DYNAMIC_TREES, SpeculativeConfig
 from spec_jax.drafting.base import NoDrafter
 from spec_jax.drafting.draft_model import DraftModelDrafter
 from spec_jax.drafting.layer_skip import LayerSkipDrafter
 from spec_jax.drafting.ngram import NGramDrafter
+from spec_jax.drafting.tree_drafting import DynamicTree, StaticTree
 from spec_jax.exactness import for_model
 from spec_jax.models.layers import RowBlocks
 from spec_jax.models.model import Model
+from spec_jax.token_tree import parse_tree
 
 
 def build_drafter(config: SpeculativeConfig, target: Any, rows: RowBlocks) -> tuple[Any, Any]:
@@ -23,7 +25,7 @@ def build_drafter(config: SpeculativeConfig, target: Any, rows: RowBlocks) -> tu
     if config.method == "ngram":
         return NGramDrafter(k, config.prompt_lookup_max, config.prompt_lookup_min), ()
     if config.method == "layer_skip":
-        return LayerSkipDrafter(k, skip_layers(config, target.config.num_layers), sample), ()
+        return LayerSkipDrafter(k, skip_layers(config, target.config.num_layers), sample, tree_of(config)), ()
     draft = config.model
     if isinstance(draft, str) or hasattr(draft, "__fspath__"):
         from spec_jax.models.loading import load_model  # a model on disk: the loaders are needed only here
@@ -40,8 +42,19 @@ def build_drafter(config: SpeculativeConfig, target: Any, rows: RowBlocks) -> tu
         max_positions=draft.max_model_len,
         rows=for_model(rows, draft.module),
         sample=sample,
+        tree=tree_of(config),
     )
     return drafter, draft.params
+
+
+def tree_of(config: SpeculativeConfig) -> StaticTree | DynamicTree | None:
+    """The tree that a drafter drafts; None: a chain."""
+    tree = config.speculative_token_tree
+    if tree is None:
+        return None
+    if tree in DYNAMIC_TREES:
+        return DynamicTree(config.num_speculative_tokens, config.tree_top_k, config.tree_depth, config.tree_threshold)
+    return StaticTree(parse_tree(tree), config.draft_with_replacement)
 
 
 def skip_layers(config: SpeculativeConfig, num_layers: int) -> tuple[int, ...]:

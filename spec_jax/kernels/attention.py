@@ -2,51 +2,27 @@
 
 The rows in flight (the last committed token and the draft nodes) are already written to the cache behind the
 committed ones, so that one softmax covers both and a row's bits do not depend on where a draft began.
+
+A row of a tree has the bits that it would have in a chain where its ancestors stand in adjacent slots. Where siblings
+stand in between, the same terms are added in another grouping, and float32 results differ in the last bit (six in ten
+rows of a 3 x 2 tree; bfloat16 outputs then round to the same). Equal bits would take the last KV blocks once per leaf,
+its path moved to adjacent slots: for that tree six times their arithmetic.
 """
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
 
-from spec_jax.cache import BLOCK, round_up
+from spec_jax.cache import BLOCK
+from spec_jax.kernels import block_sizes, reference
+from spec_jax.kernels.masks import WORD
 
-MASKED = -1e30  # finite: a row whose whole block is masked must not make exp(-inf - -inf)
-WORD = 32  # ancestor bits per word
-
-
-def chain_ancestors(width: int) -> np.ndarray:
-    """Ancestor bits of a chain, uint32 [1, width, words]: row w sees the rows in flight 0..w."""
-    return pack_ancestors(np.tril(np.ones((1, width, width), bool)))
-
-
-def pack_ancestors(mask: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
-    """Packs a boolean ancestor mask [batch or 1, width, width] into uint32 words [batch or 1, width, words]."""
-    xp = np if isinstance(mask, np.ndarray) else jnp
-    width = mask.shape[-1]
-    words = -(-width // WORD)
-    mask = xp.pad(mask, ((0, 0), (0, 0), (0, words * WORD - width)))
-    mask = mask.reshape(*mask.shape[:-1], words, WORD).astype(xp.uint32)
-    return (mask << xp.arange(WORD, dtype=xp.uint32)).sum(-1, dtype=xp.uint32)
-
-
-def visible(ancestors: jax.Array, start: jax.Array, slots: jax.Array) -> jax.Array:
-    """Which cache slots each query row may see, bool [batch, width, slots].
-
-    Args:
-      ancestors: uint32 [batch or 1, width, words], bit j of row w set where row w sees the in-flight row j.
-      start: int32 [batch], the committed slots; in-flight row j stands in slot start + j.
-      slots: int32 [slots], absolute slot numbers.
-    """
-    flight = slots[None, None, :] - start[:, None, None]  # [batch, 1, slots]
-    bit = (flight % WORD).astype(jnp.uint32)
-    seen = flight < 0
-    for word in range(ancestors.shape[-1]):
-        inside = (flight >= word * WORD) & (flight < (word + 1) * WORD)
-        seen = seen | (inside & (((ancestors[:, :, word, None] >> bit) & 1) == 1))
-    return seen
+IMPLEMENTATIONS = ("reference", "mosaic_tpu", "mosaic_gpu")
+HOPPER = re.compile(r"NVIDIA (H100|H200|H800|H20|GH200)\b")
+"""The device kinds that the GPU kernel is compiled for: others have no wgmma, and its compiler ends the process."""
 
 
 def attention(
@@ -56,92 +32,128 @@ def attention(
     start: jax.Array,
     ancestors: jax.Array,
     *,
+    scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
     tile_rows: int | None = None,
+    block: int | None = None,
+    split: int | None = None,
+    implementation: str | None = None,
+    interpret=False,
 ) -> jax.Array:
     """Softmax attention of the rows in flight over committed and in-flight slots, float32 accumulation.
 
-    Blocks of `BLOCK` slots stand at absolute positions and are combined in order with the online softmax; a block
-    beyond a row's length is an exact no-op for it. So a row's bits depend neither on the capacity nor on how long
-    its batch mates are, and blocks beyond the longest row are never read.
+    KV blocks stand at absolute positions and are combined in order with the online softmax (Milakov & Gimelshein,
+    2018), so a row's bits depend neither on the capacity nor on its batch mates. Blocks in which no row of a
+    sequence sees anything are not read.
 
     Args:
-      q: [batch, width, heads, head_dim], rotated.
+      q: [batch, width, heads, head_dim], rotated; float32 or bfloat16, as k and v.
       k, v: [batch, kv_heads, capacity, head_dim], in-flight rows written from slot `start` on.
       start: int32 [batch], committed slots.
-      ancestors: uint32 [batch or 1, width, words], see `pack_ancestors`.
+      ancestors: uint32 [batch or 1, width, words], see `masks.pack_ancestors`; every row sees itself.
+      scale: of the scores, above 0; None: head_dim ** -0.5.
+      window: positions that a row sees, its own included, at least `width`; None: all.
+      soft_cap: scores become soft_cap * tanh(scores / soft_cap) (Gemma 2); None: as they are.
       tile_rows: run in tiles of this many query rows (tokens times query group), one sequence at a time, so that bits
-        depend neither on the width nor on the batch. None: all rows at once.
+        depend neither on the width nor on the batch. None: as many as there are.
+      block: slots of a KV block of a kernel, a multiple of 128, or 64 on a GPU; None: see `block_sizes`.
+      split: slots that the GPU kernel takes at a time, each as a softmax of its own, combined in order; a multiple of
+        `block`. None: see `block_sizes`. The others take a sequence as a whole.
+      implementation: one of `IMPLEMENTATIONS`, and no other then; None: the kernel of the device that is traced for,
+        which is that of the mesh in context or else the default one, and the reference where it has none.
+      interpret: run a kernel on any device without compiling it: True or `pltpu.InterpretParams` for the TPU kernel,
+        `plgpu.InterpretGPUParams` (jax 0.12) for the GPU kernel.
 
     Returns:
       [batch, width, heads, head_dim] in q's dtype.
+
+    Raises:
+      ValueError: shapes that do not fit together, or that the named implementation cannot take.
     """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    _check(q, k, v, start, ancestors, scale, window, soft_cap, implementation)
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap}
+    kind = _device_kind()
+    if implementation is None:
+        implementation = _best(kind, q, k)
+    _check_device(implementation, kind, interpret)
+    _check_sizes(implementation, tile_rows, block, split)
+    if implementation == "reference":
+        return reference.attention(q, k, v, start, ancestors, **options, tile_rows=tile_rows)
+    # Pallas takes its time to load, and a CPU needs none of it.
+    if implementation == "mosaic_gpu":
+        from spec_jax.kernels import gpu
+
+        sizes = block_sizes.gpu_sizes(q.shape, k.shape, k.dtype, tile_rows=tile_rows, block=block, split=split)
+        return gpu.attention(q, k, v, start, ancestors, **options, sizes=sizes, interpret=interpret)
+    from spec_jax.kernels import tpu
+
+    sizes = block_sizes.tpu_sizes(q.shape, k.shape, k.dtype, tile_rows=tile_rows, block=block, kind=kind)
+    return tpu.attention(q, k, v, start, ancestors, **options, sizes=sizes, interpret=interpret)
+
+
+def _best(kind: str, q: jax.Array, k: jax.Array) -> str:
+    """The implementation for the device that is traced for."""
+    if kind.startswith("TPU"):
+        return "mosaic_tpu"
+    return "mosaic_gpu" if HOPPER.match(kind) and block_sizes.fits_gpu(q.shape, k.shape, k.dtype) else "reference"
+
+
+def _device_kind() -> str:
+    """What Pallas goes by too: the mesh's device, attached or only described, or else the default one."""
+    described = jax.sharding.get_abstract_mesh().abstract_device
+    return described.device_kind if described else (jax.config.jax_default_device or jax.devices()[0]).device_kind
+
+
+def _check_device(implementation: str, kind: str, interpret) -> None:
+    """A kernel for another device would end in an error of its compiler, or end the process."""
+    if implementation == "mosaic_gpu" and interpret is True:
+        raise ValueError("interpret=True is not known for the GPU kernel; give plgpu.InterpretGPUParams() (jax 0.12)")
+    if implementation == "mosaic_gpu" and not interpret and not HOPPER.match(kind):
+        raise ValueError(
+            f"implementation='mosaic_gpu' needs a Hopper GPU (H100, H200), and the device is {kind!r}; "
+            "use implementation=None, or interpret"
+        )
+    if implementation == "mosaic_tpu" and not interpret and not kind.startswith("TPU"):
+        raise ValueError(
+            f"implementation='mosaic_tpu' needs a TPU, and the device is {kind!r}; "
+            "use implementation=None, or interpret"
+        )
+
+
+def _check_sizes(implementation: str, tile_rows: int | None, block: int | None, split: int | None) -> None:
+    if tile_rows is not None and tile_rows < 1:
+        raise ValueError(f"tile_rows={tile_rows} must be at least 1, or None")
+    if block is not None and implementation == "reference":
+        raise ValueError(f"block={block} belongs to a kernel; the reference always takes {BLOCK} slots at a time")
+    if split is not None and implementation != "mosaic_gpu":
+        raise ValueError(f"split={split} belongs to the GPU kernel; {implementation} does not split a sequence")
+
+
+def _check(q, k, v, start, ancestors, scale, window, soft_cap, implementation):
+    """One clear error for shapes that do not fit together, before anything is traced."""
     batch, width, heads, head_dim = q.shape
-    kv_heads = k.shape[1]
+    kv_heads, capacity = k.shape[1], k.shape[2]
     if heads % kv_heads:
         raise ValueError(f"heads={heads} must be a multiple of kv_heads={kv_heads}")
-    if k.shape[2] % BLOCK:
-        raise ValueError(f"the cache capacity {k.shape[2]} must be a multiple of {BLOCK}")
-    ancestors = jnp.broadcast_to(ancestors, (batch, *ancestors.shape[1:]))
-    if tile_rows is None:
-        return _attend(q, k, v, start, ancestors, width)
-    # Always whole tiles of one sequence, one after another: XLA's products of one row, its softmax sums of few rows and
-    # its products without a batch all round differently from the rest, so every flight of every batch runs the very
-    # same body.
-    tile = max(tile_rows * kv_heads // heads, 1)
-    padded = round_up(width, tile)
-    q = jnp.pad(q, ((0, 0), (0, padded - width), (0, 0), (0, 0)))
-    # A padding row sees what the last row sees: committed slots at the least, so its softmax is finite.
-    ancestors = jnp.pad(ancestors, ((0, 0), (0, padded - width), (0, 0)), mode="edge")
-    tiles = padded // tile
-    split = (
-        jnp.repeat(jnp.arange(batch), tiles),
-        q.reshape(batch * tiles, 1, tile, heads, head_dim),
-        ancestors.reshape(batch * tiles, 1, tile, -1),
-    )
-    out = lax.map(lambda x: _attend(x[1], k, v, start[x[0]][None], x[2], width, x[0]), split)
-    return out.reshape(batch, padded, heads, head_dim)[:, :width]
-
-
-def _attend(q, k, v, start, ancestors, in_flight, sequence=None):
-    """`attention` of query rows that share one product per KV head; `in_flight` rows stand behind `start`.
-
-    `sequence` picks one row of the cache for a batch of one; None: q's batch is the cache's.
-    """
-    batch, width, heads, head_dim = q.shape
-    kv_heads = k.shape[1]
-    group = heads // kv_heads
-    rows = width * group
-    # [b, w, (k g), h] -> [b, k, (w g), h]: the query group is packed with the tokens into the rows of one product.
-    packed = q.reshape(batch, width, kv_heads, group, head_dim).transpose(0, 2, 1, 3, 4)
-    packed = packed.reshape(batch, kv_heads, rows, head_dim)
-    scale = head_dim**-0.5
-    origin = jnp.int32(0) if sequence is None else sequence
-
-    def block(index, carry):
-        peak, total, weighted = carry
-        first = index * BLOCK
-        slots = first + jnp.arange(BLOCK)
-        place, size = (origin, jnp.int32(0), first, jnp.int32(0)), (batch, kv_heads, BLOCK, head_dim)
-        k_block, v_block = lax.dynamic_slice(k, place, size), lax.dynamic_slice(v, place, size)
-        # A zero weight does not silence a NaN left in a slot that nobody has written yet.
-        written = slots < start[:, None] + in_flight
-        v_block = jnp.where(written[:, None, :, None], v_block, 0)
-        scores = jnp.einsum("bkrh,bksh->bkrs", packed, k_block, preferred_element_type=jnp.float32) * scale
-        seen = visible(ancestors, start, slots)  # [b, w, s]
-        seen = jnp.broadcast_to(seen[:, None, :, None], (batch, 1, width, group, BLOCK)).reshape(batch, 1, rows, BLOCK)
-        scores = jnp.where(seen, scores, MASKED)
-        new_peak = jnp.maximum(peak, scores.max(axis=-1))
-        weights = jnp.where(seen, jnp.exp(scores - new_peak[..., None]), 0.0)
-        shrink = jnp.exp(peak - new_peak)
-        total = total * shrink + weights.sum(axis=-1)
-        part = jnp.einsum("bkrs,bksh->bkrh", weights.astype(v.dtype), v_block, preferred_element_type=jnp.float32)
-        return new_peak, total, weighted * shrink[..., None] + part
-
-    blocks = (jnp.max(start) + in_flight + BLOCK - 1) // BLOCK
-    blocks = jnp.minimum(blocks, k.shape[2] // BLOCK)
-    zero = jnp.zeros((batch, kv_heads, rows), jnp.float32)
-    carry = (zero + MASKED, zero, jnp.zeros((batch, kv_heads, rows, head_dim), jnp.float32))
-    _, total, weighted = lax.fori_loop(0, blocks, block, carry)
-    out = weighted / total[..., None]
-    out = out.reshape(batch, kv_heads, width, group, head_dim).transpose(0, 2, 1, 3, 4)
-    return out.reshape(batch, width, heads, head_dim).astype(q.dtype)
+    if capacity % BLOCK:
+        raise ValueError(f"the cache capacity {capacity} must be a multiple of {BLOCK}")
+    if k.shape != v.shape or k.shape[0] != batch or k.shape[3] != head_dim:
+        raise ValueError(
+            f"k {k.shape} and v {v.shape} must be [{batch}, kv_heads, capacity, {head_dim}] for q {q.shape}"
+        )
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in (jnp.float32, jnp.bfloat16):
+        raise ValueError(f"q, k and v must all be float32 or all bfloat16, got {q.dtype}, {k.dtype} and {v.dtype}")
+    words = -(-width // WORD)
+    if start.shape != (batch,) or ancestors.shape not in ((1, width, words), (batch, width, words)):
+        wanted = f"[{batch}] and [1 or {batch}, {width}, {words}]"
+        raise ValueError(f"start {start.shape} and ancestors {ancestors.shape} must be {wanted}")
+    if window is not None and window < width:
+        raise ValueError(f"window={window} must be at least the {width} rows in flight: use fewer draft tokens")
+    if not scale > 0:
+        raise ValueError(f"scale={scale} must be above 0")
+    if soft_cap is not None and not soft_cap > 0:
+        raise ValueError(f"soft_cap={soft_cap} must be above 0; None caps nothing")
+    if implementation not in (None, *IMPLEMENTATIONS):
+        raise ValueError(f"implementation={implementation!r} must be one of {', '.join(IMPLEMENTATIONS)}, or None")

@@ -55,7 +55,11 @@ def unavailable() -> str | None:
         return f"the default device is a {jax.default_backend()}"
     if os.environ.get(SWITCH, "1") == "0":
         return f"{SWITCH}=0 is set"
-    compiler = shlex.split(os.environ.get("CXX", "")) or [c for c in COMPILERS if shutil.which(c)][:1]
+    asked = os.environ.get("CXX", "")
+    try:
+        compiler = shlex.split(asked) or [c for c in COMPILERS if shutil.which(c)][:1]
+    except ValueError as error:
+        return f"{FAILED} CXX={asked}: {error}"
     if not compiler:
         return f"no C++ compiler was found (looked for {', '.join(COMPILERS)}; CXX may name another)"
     try:
@@ -211,7 +215,7 @@ def attention(
       q: [batch, width, heads, head_dim], rotated; k_new, v_new: [batch, width, kv_heads, head_dim].
       k, v: [batch, kv_heads, capacity, head_dim].
       start: int32 [batch], committed slots; row w of the flight is written to slot start + w, if within the capacity.
-      ancestors: uint32 [batch or 1, width, words], see `kernels.attention.pack_ancestors`.
+      ancestors: uint32 [batch or 1, width, words], see `kernels.masks.pack_ancestors`.
       active: bool [batch, width], rows that are written and computed; the others become zeros.
       write: bool [batch], sequences that may write to the cache.
 

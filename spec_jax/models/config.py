@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from spec_jax.checks import check_counts
 from spec_jax.fields import get
 from spec_jax.models.rope import RopeConfig, rope_from_hf
 
@@ -47,8 +48,7 @@ class LlamaConfig:
     def __post_init__(self):
         for name in (*_SIZES, "max_position_embeddings"):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name}={value!r} must be a positive integer")
+            check_counts(**{name: value})
             limit = MAX_LAYERS if name == "num_layers" else MAX_SIZE
             if value > limit:
                 raise ValueError(

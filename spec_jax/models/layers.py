@@ -16,6 +16,7 @@ from jax import lax
 
 from spec_jax.cache import round_up
 from spec_jax.kernels import cpu
+from spec_jax.kernels.reference import precision
 from spec_jax.models.packing import JOINED, split
 
 
@@ -78,16 +79,11 @@ def _pad_rows(x: jax.Array, count: int) -> jax.Array:
     return jnp.pad(x, ((0, count - x.shape[0]),) + ((0, 0),) * (x.ndim - 1)) if count > x.shape[0] else x
 
 
-def _precision(x: jax.Array) -> lax.Precision | None:
-    """float32 means float32: accelerators would otherwise multiply it in bfloat16 or TF32 passes."""
-    return lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-
-
 def linear(x: jax.Array, weight: jax.Array, rows: RowBlocks, bias: jax.Array | None = None) -> jax.Array:
     """x [rows, in] times weight [in, out] (plus bias), in x's dtype with float32 accumulation."""
 
     def product(x):
-        y = jnp.einsum("ri,io->ro", x, weight, preferred_element_type=jnp.float32, precision=_precision(x))
+        y = jnp.einsum("ri,io->ro", x, weight, preferred_element_type=jnp.float32, precision=precision(x))
         return (y if bias is None else y + bias.astype(jnp.float32)).astype(x.dtype)
 
     return by_rows(product, x, rows, at_least=rows.product_rows("linear", *weight.shape, x.shape[0]))
@@ -134,7 +130,7 @@ def unembed(
         return cpu.product(x, weight, vocab_size, active, dtype=jnp.float32)
 
     def product(x):
-        return jnp.einsum("re,ve->rv", x, weight, preferred_element_type=jnp.float32, precision=_precision(x))
+        return jnp.einsum("re,ve->rv", x, weight, preferred_element_type=jnp.float32, precision=precision(x))
 
     return by_rows(product, x, rows, at_least=rows.product_rows("unembed", *weight.shape[::-1], x.shape[0]))
 

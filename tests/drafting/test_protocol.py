@@ -6,19 +6,29 @@ laws (hybrids). Each checks what it was given against an independent computation
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy import stats
-from tiny import TreeDrafter, markov, numpy_logits, plain, prompts_of, random_table, script, tiny
+from tiny import (
+    TreeDrafter,
+    advance,
+    decoder_of,
+    markov,
+    numpy_logits,
+    plain,
+    prompts_of,
+    random_table,
+    script,
+    start,
+    tiny,
+)
 
 from spec_jax.decode import Decoder
 from spec_jax.drafting.base import BaseDrafter, Draft, Drafter, DraftProbs, Needs, NoDrafter
 from spec_jax.exactness import row_blocks
-from spec_jax.generation import generate, make_decoder
+from spec_jax.generation import generate
 from spec_jax.models.llama import FINAL_NORM
-from spec_jax.requests import sampling_state
 from spec_jax.sampling_params import SamplingParams
 
 PROMPT_LENGTHS = (5, 1, 40)
@@ -72,25 +82,15 @@ def test_features_belong_to_the_last_position_the_target_has_seen():
     text = script([p + w for p, w in zip(prompts, want, strict=True)], 2, wrong=[7, 8, 13, 45])[1]["text"]
     drafter, params = FeatureDrafter(), {"head": model.params["lm_head"], "text": text}
     assert isinstance(drafter, Drafter)
-    init, run = map(jax.jit, make_decoder(model, drafter, batch=3))
-    state = init(model.params, params, *start(model, prompts, 20))
+    decoder = decoder_of(model, drafter, 3)
+    state = start(decoder, model, params, prompts, 20)
     counts = []
     for _ in range(8):
         check_features(model, state)
         before = np.asarray(state.length)
-        state = run(model.params, params, state, 1)
+        state = advance(decoder, model, params, state, 1)
         counts.extend((np.asarray(state.length) - before).tolist())
     assert {1, 2, 3} <= set(counts), "the script should give refusals, partial and full acceptances"
-
-
-def start(model, prompts, budget, capacity=128):
-    lengths = np.array([len(p) for p in prompts], np.int32)
-    tokens = np.zeros((len(prompts), capacity), np.int32)
-    for row, prompt in enumerate(prompts):
-        tokens[row, : len(prompt)] = prompt
-    limit = lengths + budget
-    sampling = sampling_state([], len(prompts))
-    return tuple(map(jnp.asarray, (tokens, lengths, limit, np.full(len(prompts), 2, np.int32)))) + (sampling,)
 
 
 def check_features(model, state):
@@ -146,8 +146,8 @@ def test_auxiliary_rows_ride_along_and_are_never_accepted():
     assert result.stats.mean_acceptance_length > 2.5
     assert sum(result.stats.acceptance_histogram[3:]) == 0
 
-    init, run = map(jax.jit, make_decoder(model, WindowDrafter(), batch=3))
-    state = run(model.params, {"text": text}, init(model.params, {"text": text}, *start(model, prompts, 20)), 1)
+    decoder, params = decoder_of(model, WindowDrafter(), 3), {"text": text}
+    state = advance(decoder, model, params, start(decoder, model, params, prompts, 20), 1)
     for row, prompt in enumerate(prompts):  # the logits of the window are those of its own path
         window = np.asarray(state.drafter["window"][row]).tolist()
         truth = numpy_logits(model, prompt + window)[len(prompt) :].argmax(-1)
@@ -230,29 +230,29 @@ def test_mixed_one_hot_and_sparse_laws_keep_the_targets_law():
     assert 0 < result.stats.draft_acceptance_rate < 1
 
 
-def test_a_tree_of_drafts_moves_the_accepted_path_and_equals_plain_decoding():
+# Fixed trees are in test_contract.py too.
+@pytest.mark.parametrize("dynamic", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_tree_of_drafts_moves_the_accepted_path_and_equals_plain_decoding(dynamic):
     """The right continuation lies on a branch whose rows are not contiguous: the path's K/V must be gathered."""
     model = tiny()
     prompts = prompts_of(model, PROMPT_LENGTHS)
     want = plain(model, prompts, SamplingParams(max_tokens=20))
     text = script([p + w for p, w in zip(prompts, want, strict=True)], 3)[1]["text"]
-    for dynamic in (False, True):
-        drafter = TreeDrafter(parents=None if dynamic else TreeDrafter.parents, dynamic_tree=dynamic)
-        result = generate(model, prompts, None, SamplingParams(max_tokens=20), drafter=(drafter, {"text": text}))
-        assert [s.token_ids for s in result.sequences] == want
-        assert result.exactness == "E0"
-        assert result.stats.mean_acceptance_length > 3.5
-        init, run = map(jax.jit, make_decoder(model, drafter, batch=3))
-        arguments = start(model, prompts, 20)
-        state = init(model.params, {"text": text}, *arguments)
-        state = run(model.params, {"text": text}, state, 3)
-        decoder = Decoder(model.module, NoDrafter(), 97, 8, "coupled", row_blocks(True, 3, 8), 32)
-        fresh = jax.jit(decoder.init)(model.params, (), state.tokens, state.length, *arguments[2:])
-        for ours, theirs in zip(state.cache.k + state.cache.v, fresh.cache.k + fresh.cache.v, strict=True):
-            for row, length in enumerate(np.asarray(state.length) - 1):
-                np.testing.assert_allclose(
-                    np.asarray(ours[row, :, :length]), np.asarray(theirs[row, :, :length]), atol=1e-5
-                )
+    drafter = TreeDrafter(parents=None if dynamic else TreeDrafter.parents, dynamic_tree=dynamic)
+    result = generate(model, prompts, None, SamplingParams(max_tokens=20), drafter=(drafter, {"text": text}))
+    assert [s.token_ids for s in result.sequences] == want
+    assert result.exactness == "E0"
+    assert result.stats.mean_acceptance_length > 3.5
+    decoder = decoder_of(model, drafter, 3)
+    state = start(decoder, model, {"text": text}, prompts, 20)
+    state = advance(decoder, model, {"text": text}, state, 3)
+    texts = [t[:n].tolist() for t, n in zip(np.asarray(state.tokens), np.asarray(state.length), strict=True)]
+    fresh = start(decoder_of(model, NoDrafter(), 3), model, (), texts, 1)
+    for ours, theirs in zip(state.cache.k + state.cache.v, fresh.cache.k + fresh.cache.v, strict=True):
+        for row, length in enumerate(np.asarray(state.length) - 1):
+            np.testing.assert_allclose(
+                np.asarray(ours)[row, :, :length], np.asarray(theirs)[row, :, :length], atol=1e-5
+            )
 
 
 def test_a_drafter_whose_shape_does_not_fit_is_refused():

@@ -24,7 +24,8 @@ from spec_jax import cache as kv
 from spec_jax.exactness import row_blocks
 from spec_jax.generation import generate
 from spec_jax.kernels import cpu
-from spec_jax.kernels.attention import attention, chain_ancestors, pack_ancestors
+from spec_jax.kernels.attention import attention
+from spec_jax.kernels.masks import chain_ancestors, pack_ancestors
 from spec_jax.models.config import LlamaConfig, from_hf_config, param_shapes, tensor_specs
 from spec_jax.models.layers import RowBlocks
 from spec_jax.models.llama import Llama, init_params
@@ -695,6 +696,12 @@ def test_a_compiler_that_fails_is_reported_and_xla_is_used(asked_again, monkeypa
 def test_other_compilers_that_do_not_work(lines, reason, asked_again, monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", str(tmp_path / "missing") if lines is None else compiler(tmp_path, lines))
     assert reason in asked_again()
+
+
+def test_a_compiler_whose_name_cannot_be_read_is_named(asked_again, monkeypatch, folder):
+    monkeypatch.setenv("CXX", "'g++")
+    with pytest.warns(UserWarning, match="the CPU kernels are not used.*CXX='g..: No closing quotation"):
+        assert not load_model(folder).module.packed
 
 
 def test_the_switch_turns_the_kernels_off(asked_again, monkeypatch, folder):

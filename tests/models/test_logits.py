@@ -11,7 +11,7 @@ import toy_checkpoints as toy
 
 from spec_jax import load_model
 from spec_jax.cache import init_cache
-from spec_jax.kernels.attention import chain_ancestors
+from spec_jax.kernels.masks import chain_ancestors
 from spec_jax.models.layers import RowBlocks
 
 GOLDENS = Path(__file__).parent.parent / "goldens"

@@ -30,13 +30,13 @@ inline __attribute__((always_inline)) Vec pair(Vec a, Vec b) {
 }
 
 // Adds up the lanes of kLanes vectors: lane i of the result is the sum of sums[i]. Lanes that differ in one bit are added
-// at a time, which is the same order for every vector.
-template <int kBit = kLanes / 2>
+// at a time, which is the same order for every vector. Vectors that already hold the sums of kHeld are gone on with.
+template <int kBit = kLanes / 2, int kHeld = 1>
 inline __attribute__((always_inline)) Vec sum_lanes(const Vec* sums) {
-  if constexpr (kBit == 0) {
+  if constexpr (kBit < kHeld) {
     return sums[0];
   } else {
-    return pair<kBit>(sum_lanes<kBit / 2>(sums), sum_lanes<kBit / 2>(sums + kBit));
+    return pair<kBit>(sum_lanes<kBit / 2, kHeld>(sums), sum_lanes<kBit / 2, kHeld>(sums + kBit / kHeld));
   }
 }
 
@@ -56,25 +56,6 @@ struct Query {
 
   int64_t slot(int position) const { return position < start ? position : flight[position - start]; }
 
-  // Scores of positions from..to-1; `from` is a multiple of kLanes.
-  void score(int from, int to) const {
-    const int whole = head_dim / kLanes * kLanes;
-    for (int first = from; first < std::min(to, count); first += kLanes) {
-      const T* rows[kLanes];
-      UNROLL for (int i = 0; i < kLanes; ++i) rows[i] = k + slot(std::min(first + i, count - 1)) * head_dim;
-      Vec dots[kLanes] = {};
-      for (int d = 0; d < whole; d += kLanes) {
-        const Vec x = load(q + d);
-        UNROLL for (int i = 0; i < kLanes; ++i) dots[i] = fma(x, load(rows[i] + d), dots[i]);
-      }
-      Vec total = sum_lanes(dots);
-      for (int d = whole; d < head_dim; ++d) {
-        UNROLL for (int i = 0; i < kLanes; ++i) total[i] += q[d] * widen(rows[i][d]);
-      }
-      store(scores + first, total);
-    }
-  }
-
   // Turns scores into weights and returns their sum.
   float soften() const {
     float peak = scores[0];
@@ -87,44 +68,117 @@ struct Query {
     for (int p = whole; p < count; ++p) peak = std::max(peak, scores[p]);
     for (int i = 0; i < kLanes; ++i) peak = std::max(peak, peaks[i]);
     Vec total = {};
-    for (int p = 0; p < count; p += kLanes) {
-      Vec weight = exp_negative(load(scores + p) - peak);
-      for (int i = count - p; i < kLanes; ++i) weight[i] = 0;  // the last vector may be partly empty
+    for (int p = 0; p < whole; p += kLanes) {
+      const Vec weight = exp_negative(load(scores + p) - peak);
       store(scores + p, weight);
+      total += weight;
+    }
+    if (whole < count) {
+      Vec weight = exp_negative(load(scores + whole) - peak);
+      for (int i = count - whole; i < kLanes; ++i) weight[i] = 0;
+      store(scores + whole, weight);
       total += weight;
     }
     float sum = 0;
     for (int i = 0; i < kLanes; ++i) sum += total[i];
     return sum;
   }
-
-  template <int kVecs>
-  void weigh(int d, int from, int to) const {
-    Vec part[kVecs];
-    UNROLL for (int i = 0; i < kVecs; ++i) part[i] = load(sums + d + i * kLanes);
-    for (int p = from; p < to; ++p) {
-      const T* row = v + slot(p) * head_dim + d;
-      const Vec weight = splat(scores[p]);
-      UNROLL for (int i = 0; i < kVecs; ++i) part[i] = fma(weight, load(row + i * kLanes), part[i]);
-    }
-    UNROLL for (int i = 0; i < kVecs; ++i) store(sums + d + i * kLanes, part[i]);
-  }
-
-  // Adds the weighted values of positions from..to-1, in this order.
-  void weigh(int from, int to) const {
-    to = std::min(to, count);
-    int d = 0;
-    for (; d + 8 * kLanes <= head_dim; d += 8 * kLanes) weigh<8>(d, from, to);
-    for (; d + 2 * kLanes <= head_dim; d += 2 * kLanes) weigh<2>(d, from, to);
-    for (; d + kLanes <= head_dim; d += kLanes) weigh<1>(d, from, to);
-    for (; d < head_dim; ++d) {
-      for (int p = from; p < to; ++p) sums[d] += scores[p] * widen(v[slot(p) * head_dim + d]);
-    }
-  }
 };
 
+// The functions below take up to kSide queries of one sequence and KV head side by side, so that a key or value that is
+// loaded once serves all of them; every sum is still that of a single query. kShared: the positions are committed, hence
+// in the same slots for all queries. Ancestors in flight are each query's own, and go one query at a time.
+
+constexpr int kSide = 3;  // their sums over kKeys keys or kKeys vectors of values fill 16 registers
+constexpr int kKeys = 4;
+
+inline __attribute__((always_inline)) Vec held(Vec value) {
+  HOLD(value);
+  return value;
+}
+
+// Scores of positions from..to-1, a multiple of kLanes both unless the last vector is partly empty.
+template <int kQueries, bool kShared, typename T>
+void score(const Query<T>* queries, int from, int to) {
+  const int head_dim = queries->head_dim, whole = head_dim / kLanes * kLanes;
+  for (int first = from; first < to; first += kLanes) {
+    const auto key = [&](int i) __attribute__((always_inline)) {
+      const int64_t slot = kShared ? first + i : queries->slot(std::min(first + i, to - 1));
+      return queries->k + slot * head_dim;
+    };
+    Vec parts[kQueries][kLanes / kKeys];
+    UNROLL for (int part = 0; part < kLanes / kKeys; ++part) {
+      const T* keys[kKeys];
+      UNROLL for (int i = 0; i < kKeys; ++i) keys[i] = key(part * kKeys + i);
+      Vec dots[kQueries][kKeys] = {};
+      for (int d = 0; d < whole; d += kLanes) {
+        Vec x[kQueries];
+        UNROLL for (int j = 0; j < kQueries; ++j) x[j] = held(load(queries[j].q + d));
+        UNROLL for (int i = 0; i < kKeys; ++i) {
+          const Vec y = held(load(keys[i] + d));
+          UNROLL for (int j = 0; j < kQueries; ++j) dots[j][i] = fma(x[j], y, dots[j][i]);
+        }
+      }
+      UNROLL for (int j = 0; j < kQueries; ++j) parts[j][part] = sum_lanes<kKeys / 2>(dots[j]);
+    }
+    UNROLL for (int j = 0; j < kQueries; ++j) {
+      Vec total = sum_lanes<kLanes / 2, kKeys>(parts[j]);
+      for (int d = whole; d < head_dim; ++d) {
+        for (int i = 0; i < kLanes; ++i) total[i] += queries[j].q[d] * widen(key(i)[d]);
+      }
+      store(queries[j].scores + first, total);
+    }
+  }
+}
+
+// Adds the weighted values of positions from..to-1, in this order, to dimensions d .. d + kVecs * kLanes - 1.
+template <int kQueries, bool kShared, int kVecs, typename T>
+void weigh(const Query<T>* queries, int d, int from, int to) {
+  Vec part[kQueries][kVecs];
+  UNROLL for (int j = 0; j < kQueries; ++j) {
+    UNROLL for (int i = 0; i < kVecs; ++i) part[j][i] = load(queries[j].sums + d + i * kLanes);
+  }
+  for (int p = from; p < to; ++p) {
+    const T* row = queries->v + (kShared ? p : queries->slot(p)) * queries->head_dim + d;
+    if (kShared) {
+      constexpr int kLine = 64 / sizeof(T);
+      UNROLL for (int i = 0; i < kVecs * kLanes; i += kLine) __builtin_prefetch(row + 8 * queries->head_dim + i);
+    }
+    Vec weight[kQueries];
+    UNROLL for (int j = 0; j < kQueries; ++j) weight[j] = held(splat(queries[j].scores[p]));
+    UNROLL for (int i = 0; i < kVecs; ++i) {
+      const Vec value = held(load(row + i * kLanes));
+      UNROLL for (int j = 0; j < kQueries; ++j) part[j][i] = fma(weight[j], value, part[j][i]);
+    }
+  }
+  UNROLL for (int j = 0; j < kQueries; ++j) {
+    UNROLL for (int i = 0; i < kVecs; ++i) store(queries[j].sums + d + i * kLanes, part[j][i]);
+  }
+}
+
+template <int kQueries, bool kShared, typename T>
+void weigh(const Query<T>* queries, int from, int to) {
+  const int head_dim = queries->head_dim;
+  int d = 0;
+  for (; d + kKeys * kLanes <= head_dim; d += kKeys * kLanes) weigh<kQueries, kShared, kKeys>(queries, d, from, to);
+  for (; d + kLanes <= head_dim; d += kLanes) weigh<kQueries, kShared, 1>(queries, d, from, to);
+  for (; d < head_dim; ++d) {
+    for (int j = 0; j < kQueries; ++j) {
+      const Query<T>& query = queries[j];
+      for (int p = from; p < to; ++p) {
+        query.sums[d] += query.scores[p] * widen(query.v[query.slot(p) * head_dim + d]);
+      }
+    }
+  }
+}
+
+template <int kValue>
+using Int = std::integral_constant<int, kValue>;
+template <bool kValue>
+using Flag = std::integral_constant<bool, kValue>;
+
 constexpr int kBlock = 64;  // positions whose keys or values stay in the cache while all queries of a task use them
-constexpr int kRows = 4;    // rows of a task at most
+constexpr int kRows = 2;    // rows of a task at most
 
 struct Shape {
   int64_t batch, width, heads, head_dim, kv_heads, capacity, words;
@@ -146,8 +200,8 @@ ffi::Error attention(ffi::ThreadPool& pool, const Shape& s, const T* q, const T*
   }
   const float scale = 1.0f / std::sqrt(static_cast<float>(s.head_dim));
   const int64_t group = s.heads / s.kv_heads, all = s.batch * s.kv_heads * s.width;
-  const int64_t rows = std::clamp<int64_t>(all / (2 * std::max<int64_t>(pool.num_threads(), 1)), 1, kRows);
-  const int64_t pieces = (s.width + rows - 1) / rows;
+  const int64_t most = std::clamp<int64_t>(all / (2 * std::max<int64_t>(pool.num_threads(), 1)), 1, kRows);
+  const int64_t pieces = (s.width + most - 1) / most, rows = (s.width + pieces - 1) / pieces;
   parallel(pool, s.batch * s.kv_heads * pieces, [&](int64_t task) {
     const int64_t b = task / pieces / s.kv_heads, h = task / pieces % s.kv_heads, first = task % pieces * rows;
     const int64_t last = std::min(first + rows, s.width), cache = (b * s.kv_heads + h) * s.capacity * s.head_dim;
@@ -181,14 +235,29 @@ ffi::Error attention(ffi::ThreadPool& pool, const Shape& s, const T* q, const T*
                            static_cast<int>(s.head_dim), scores, sums, to + g * s.head_dim});
       }
     }
-    for (int p = 0; p < longest; p += kBlock) {
-      for (const Query<T>& query : queries) query.score(p, p + kBlock);
-    }
+    // work(queries, from, to) for all positions of all queries, block by block.
+    const auto blocks = [&](auto work) {
+      const int shared = committed / kLanes * kLanes;  // committed positions that fill whole vectors
+      for (int p = 0; p < longest; p += kBlock) {
+        const int end = std::min(p + kBlock, shared), count = static_cast<int>(queries.size());
+        for (int i = 0, size; p < end && i < count; i += size) {
+          size = std::min(count - i, kSide);
+          switch (size) {
+            case 1: work(Int<1>(), Flag<true>(), &queries[i], p, end); break;
+            case 2: work(Int<2>(), Flag<true>(), &queries[i], p, end); break;
+            case 3: work(Int<3>(), Flag<true>(), &queries[i], p, end); break;
+          }
+        }
+        for (const Query<T>& query : queries) {
+          const int from = std::max(p, shared), to = std::min(p + kBlock, query.count);
+          if (from < to) work(Int<1>(), Flag<false>(), &query, from, to);
+        }
+      }
+    };
+    blocks([](auto size, auto shared, auto... at) { score<size(), shared()>(at...); });
     std::vector<float> totals;
     for (const Query<T>& query : queries) totals.push_back(query.soften());
-    for (int p = 0; p < longest; p += kBlock) {
-      for (const Query<T>& query : queries) query.weigh(p, p + kBlock);
-    }
+    blocks([](auto size, auto shared, auto... at) { weigh<size(), shared()>(at...); });
     for (size_t i = 0; i < queries.size(); ++i) {
       const float one = 1.0f / totals[i];
       for (int64_t d = 0; d < s.head_dim; ++d) narrow(queries[i].sums[d] * one, queries[i].out + d);

@@ -111,10 +111,9 @@ inline Vec exp_negative(Vec x) {
   const Vec shifted = fma(x, splat(1.44269504f), magic);
   const Vec power = shifted - magic;
   const Vec r = fma(power, splat(2.12194440e-4f), fma(power, splat(-0.693359375f), x));
+  constexpr float kTerms[] = {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f};
   Vec p = splat(1.9875691500e-4f);
-  for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) {
-    p = fma(p, r, splat(c));
-  }
+  UNROLL for (int i = 0; i < 5; ++i) p = fma(p, r, splat(kTerms[i]));
   p = fma(p, r * r, r) + 1.0f;
   p = p * reinterpret_cast<Vec>((reinterpret_cast<Bits>(shifted) + 127) << 23);
   return tiny ? Vec{} : p;

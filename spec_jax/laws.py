@@ -1,0 +1,141 @@
+"""The target's law behind one row in flight as a few numbers, from which the probability of any token is one look.
+
+Rules ask for single probabilities far more often than for whole laws, and a law that is written out costs a pass over
+the vocabulary, or a copy of the logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from spec_jax import sampling as sampling_lib
+from spec_jax.processors import History
+from spec_jax.sampling import SamplingState
+
+
+@flax.struct.dataclass
+class Law:
+    """The processed law p of one row: exp(x / temperature - total) of the scores x that the filters leave.
+
+    Attributes:
+      row, column, position: which row of the logits, and the position of the token to choose.
+      temperature: float32, 1 in a greedy row.
+      cutoff: float32, the least score that is not filtered out, see `sampling.cutoff`.
+      total: float32, log of the sum; inf where the options leave no token.
+      best: int32, a greedy row's choice, which has all of the mass, or NO_TOKEN; UNSEEN in sampled rows.
+      gap: float32, the lead of a greedy row's choice; inf in sampled rows.
+      broken: bool, whether the logits hold NaN or +inf, from which no token can be chosen.
+    """
+
+    row: jax.Array
+    column: jax.Array
+    position: jax.Array
+    temperature: jax.Array
+    cutoff: jax.Array
+    total: jax.Array
+    best: jax.Array
+    gap: jax.Array
+    broken: jax.Array
+
+    @property
+    def empty(self) -> jax.Array:
+        """Whether the options leave no token."""
+        return jnp.where(self.best == sampling_lib.UNSEEN, self.total == jnp.inf, self.best == sampling_lib.NO_TOKEN)
+
+
+@flax.struct.dataclass
+class Laws:
+    """The laws behind the rows in flight of one step.
+
+    Attributes:
+      logits: float32 [batch, width, vocab].
+      sampling, history: as in `verify.verify`.
+      vocab_size: ids at and beyond it are padding.
+    """
+
+    logits: jax.Array
+    sampling: SamplingState
+    history: History | None
+    vocab_size: int = flax.struct.field(pytree_node=False)
+
+    def at(self, row: jax.Array, column: jax.Array, position: jax.Array) -> Law:
+        """The law behind one row in flight: two passes over its logits where no filter is set."""
+        s = self.sampling
+
+        # Branches read the logits themselves: whatever is handed to a branch is copied first.
+        def soft(row, column, position):
+            temperature, scores = s.temperature[row], self._scores(row, column, position)
+            peak = scores.max()
+
+            def filtered(row, column, position, peak):
+                scores, options = self._scores(row, column, position), (s.top_k[row], s.top_p[row], s.min_p[row])
+                return sampling_lib.cutoff(scores, peak, s.temperature[row], *options)
+
+            def unfiltered(row, column, position, peak):
+                return sampling_lib.lowest(peak, s.temperature[row], s.min_p[row])
+
+            any_filter = (s.top_k[row] > 0) | (s.top_p[row] < 1.0)
+            low = sampling_lib.cond(any_filter, filtered, unfiltered, row, column, position, peak)
+            masses = jnp.where(scores >= low, jnp.exp((scores - peak) / temperature), 0.0)
+            total = jnp.where(peak == -jnp.inf, jnp.inf, peak / temperature + jnp.log(masses.sum()))
+            return temperature, low, total, jnp.int32(sampling_lib.UNSEEN), jnp.float32(jnp.inf), ~(peak < jnp.inf)
+
+        def hard(row, column, position):
+            scores = self._scores(row, column, position)
+            best, gap = sampling_lib.best_token(scores)
+            return jnp.float32(1), jnp.float32(-jnp.inf), jnp.float32(0), best, gap, ~(scores.max() < jnp.inf)
+
+        *found, broken = sampling_lib.cond(s.temperature[row] > 0, soft, hard, row, column, position)
+        if s.processors is not None:  # which may hide what is broken
+            broken = sampling_lib.is_broken(self.logits[row, column], self.vocab_size)
+        return Law(row, column, position, *found, broken)
+
+    def probability(self, law: Law, token: jax.Array) -> jax.Array:
+        """p of one token, 0 outside the vocabulary."""
+        inside = (token >= 0) & (token < self.vocab_size)
+        score = self._scores(law.row, law.column, law.position)[jnp.where(inside, token, 0)]
+        p = jnp.where(score >= law.cutoff, jnp.exp(score / law.temperature - law.total), 0.0)
+        p = jnp.where(law.best == sampling_lib.UNSEEN, p, token == law.best)
+        return jnp.where(inside, p, 0.0)
+
+    def probabilities(self, law: Law) -> jax.Array:
+        """p of every token, float32 [vocab]; zeros where the options leave none."""
+        scores = self._scores(law.row, law.column, law.position)
+        soft = jnp.where(scores >= law.cutoff, jnp.exp(scores / law.temperature - law.total), 0.0)
+        hard = jnp.arange(scores.shape[0]) == law.best
+        return jnp.where(law.best == sampling_lib.UNSEEN, soft, hard)
+
+    def lead(self, law: Law, token: jax.Array) -> jax.Array:
+        """How far the score of a token lies below a greedy row's best one."""
+        scores = self._scores(law.row, law.column, law.position)
+        return scores.max() - scores[token]
+
+    def draw(self, law: Law, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """A token of the law that the weights [vocab] are proportional to, with the target's noise, and the lead of a
+        greedy row's choice; NO_TOKEN where all are zero, and a flagged token where the logits are broken."""
+        token = sampling_lib.draw(weights, self.sampling.key[law.row], law.position, sampling_lib.TARGET)
+        return sampling_lib.flag_broken(law.broken, token, law.gap)
+
+    def uniform(self, row: jax.Array, at: jax.Array) -> jax.Array:
+        """The uniform of an acceptance test, keyed by a position or by a node."""
+        return jax.random.uniform(sampling_lib.noise_key(self.sampling.key[row], at, sampling_lib.ACCEPT))
+
+    def _scores(self, row, column, position) -> jax.Array:
+        """The scores [vocab] of one row. Wherever they are computed they must be the same to the last bit."""
+        scores = sampling_lib.adjusted(
+            self.logits[row, column], self.sampling, self.history, row, column, position, self.vocab_size
+        )
+        # Without options they are the logits. The arithmetic of options might be fused with what follows in one place
+        # and not in another.
+        return scores if self.sampling.processors is None else lax.optimization_barrier(scores)
+
+    def over_rows(self, function: Callable, rows, columns, *arrays, **options):
+        """`sampling.over_rows` of (row, column, *arrays)."""
+        return sampling_lib.over_rows(
+            lambda row, column, _, *more: function(row, column, *more), self.logits, rows, columns, *arrays, **options
+        )
