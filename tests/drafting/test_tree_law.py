@@ -3,6 +3,8 @@
 Guards B06: sampling with a tree, whose siblings are drawn with or without replacement, or are the likeliest tokens.
 """
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -86,11 +88,8 @@ def test_acceptance_is_what_two_distinct_draws_give_and_greedy_rows_are_greedy()
 @SLOW
 def test_power_noise_that_rows_share_is_found(monkeypatch):
     """Each child would be drawn by the race that its parent has won."""
-    names = ("adjusted", "processed", "gumbel", "best_token", "over_rows", "cond")
-    fake = type("fake", (), {name: staticmethod(getattr(sampling, name)) for name in names})
-    fake.TARGET, fake.DRAFT = sampling.TARGET, sampling.DRAFT
-    fake.noise_key = staticmethod(lambda key, row, purpose: sampling.noise_key(key, 0, purpose))
-    monkeypatch.setattr(children, "sampling_lib", fake)
+    shared = {"noise_key": lambda key, row, purpose: sampling.noise_key(key, 0, purpose)}
+    monkeypatch.setattr(children, "sampling_lib", SimpleNamespace(**vars(sampling) | shared))
     result = sample(DRAWN | {"speculative_token_tree": [[0], [1], [0, 0]]}, OPTIONS[1])  # a program of its own
     assert chi_square(result.sequences, outputs_law(TARGET_TABLE)) < 1e-4
 
