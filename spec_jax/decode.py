@@ -341,7 +341,8 @@ class Decoder:
 
     def _sampling(self, state: DecodeState) -> SamplingState:
         """The rows' parameters, with the keys that the rule wants."""
-        return of_round(state.sampling, state.length) if self.rule in ROUND_RULES else state.sampling
+        sampling = state.sampling.with_kernels(self.module.packed)
+        return of_round(sampling, state.length) if self.rule in ROUND_RULES else sampling
 
     def _last(self, state: DecodeState) -> jax.Array:
         """The last committed token of every row, not yet in the cache."""

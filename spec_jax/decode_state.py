@@ -12,7 +12,8 @@ from jax import lax
 
 from spec_jax import cache as kv
 from spec_jax.draft_length import Acceptance
-from spec_jax.sampling import SamplingState, mask_padding, over_rows
+from spec_jax.rows import over_rows
+from spec_jax.sampling import SamplingState, mask_padding
 
 RUNNING, STOP, LENGTH, CONTEXT = 0, 1, 2, 3
 

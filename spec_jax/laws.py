@@ -13,8 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from spec_jax import filters
 from spec_jax import sampling as sampling_lib
+from spec_jax.kernels import cpu
 from spec_jax.processors import History
+from spec_jax.rows import cond, over_rows
 from spec_jax.sampling import SamplingState
 
 
@@ -25,7 +28,7 @@ class Law:
     Attributes:
       row, column, position: which row of the logits, and the position of the token to choose.
       temperature: float32, 1 in a greedy row.
-      cutoff: float32, the least score that is not filtered out, see `sampling.cutoff`.
+      cutoff: float32, the least score that is not filtered out, see `filters.cutoff`.
       total: float32, log of the sum; inf where the options leave no token.
       best: int32, a greedy row's choice, which has all of the mass, or NO_TOKEN; UNSEEN in sampled rows.
       gap: float32, the lead of a greedy row's choice; inf in sampled rows.
@@ -56,16 +59,48 @@ class Laws:
       logits: float32 [batch, width, vocab].
       sampling, history: as in `verify.verify`.
       vocab_size: ids at and beyond it are padding.
+      known: the laws behind all rows [batch, width], see `prepared`.
     """
 
     logits: jax.Array
     sampling: SamplingState
     history: History | None
     vocab_size: int = flax.struct.field(pytree_node=False)
+    known: Law | None = None
+
+    def prepared(self, positions: jax.Array, wanted: jax.Array) -> Laws:
+        """The same with the laws behind the rows that are `wanted` bool [batch, width] found at once, where the CPU
+        kernels do so: for rules that look at most rows."""
+        if not self.sampling.kernels or self.sampling.processors is not None:
+            return self
+        rows, columns = (x.reshape(-1) for x in jnp.indices(wanted.shape))
+        wanted = wanted.reshape(-1)
+        scores, index = sampling_lib.kernel_rows(self.logits, rows, columns, wanted)
+        found = self._by_kernel(scores, index, rows, columns, positions.reshape(-1))
+        return self.replace(known=jax.tree.map(lambda x: x.reshape(positions.shape), found))
+
+    def _by_kernel(self, scores, index, rows, columns, positions) -> Law:
+        """The laws of entries [n] of `scores` and `index` as kernels take them."""
+        temperature = self.sampling.temperature[rows]
+        cut = sampling_lib.kernel_cuts(scores, index, rows, self.sampling, self.vocab_size)
+        total, best, gap, broken = cpu.laws(scores, index, temperature, cut, self.vocab_size)
+        soft = temperature > 0
+        best, temperature = jnp.where(soft, sampling_lib.UNSEEN, best), jnp.where(soft, temperature, 1.0)
+        return Law(rows, columns, positions, temperature, jnp.where(soft, cut, -jnp.inf), total, best, gap, broken)
 
     def at(self, row: jax.Array, column: jax.Array, position: jax.Array) -> Law:
         """The law behind one row in flight: two passes over its logits where no filter is set."""
         s = self.sampling
+        if self.known is not None:
+            return jax.tree.map(lambda x: x[row, column], self.known)
+        if s.kernels:
+            rows, columns = row[None], column[None]
+            if s.processors is None:
+                entry = sampling_lib.kernel_rows(self.logits, rows, columns, jnp.ones(1, bool))
+            else:
+                entry = self._scores(row, column, position)[None], jnp.zeros(1, jnp.int32)
+            law = jax.tree.map(lambda x: x[0], self._by_kernel(*entry, rows, columns, position[None]))
+            return law if s.processors is None else law.replace(broken=self._broken(row, column))
 
         # Branches read the logits themselves: whatever is handed to a branch is copied first.
         def soft(row, column, position):
@@ -74,13 +109,13 @@ class Laws:
 
             def filtered(row, column, position, peak):
                 scores, options = self._scores(row, column, position), (s.top_k[row], s.top_p[row], s.min_p[row])
-                return sampling_lib.cutoff(scores, peak, s.temperature[row], *options)
+                return filters.cutoff(scores, peak, s.temperature[row], *options)
 
             def unfiltered(row, column, position, peak):
-                return sampling_lib.lowest(peak, s.temperature[row], s.min_p[row])
+                return filters.lowest(peak, s.temperature[row], s.min_p[row])
 
             any_filter = (s.top_k[row] > 0) | (s.top_p[row] < 1.0)
-            low = sampling_lib.cond(any_filter, filtered, unfiltered, row, column, position, peak)
+            low = cond(any_filter, filtered, unfiltered, row, column, position, peak)
             masses = jnp.where(scores >= low, jnp.exp((scores - peak) / temperature), 0.0)
             total = jnp.where(peak == -jnp.inf, jnp.inf, peak / temperature + jnp.log(masses.sum()))
             return temperature, low, total, jnp.int32(sampling_lib.UNSEEN), jnp.float32(jnp.inf), ~(peak < jnp.inf)
@@ -90,9 +125,9 @@ class Laws:
             best, gap = sampling_lib.best_token(scores)
             return jnp.float32(1), jnp.float32(-jnp.inf), jnp.float32(0), best, gap, ~(scores.max() < jnp.inf)
 
-        *found, broken = sampling_lib.cond(s.temperature[row] > 0, soft, hard, row, column, position)
+        *found, broken = cond(s.temperature[row] > 0, soft, hard, row, column, position)
         if s.processors is not None:  # which may hide what is broken
-            broken = sampling_lib.is_broken(self.logits[row, column], self.vocab_size)
+            broken = self._broken(row, column)
         return Law(row, column, position, *found, broken)
 
     def probability(self, law: Law, token: jax.Array) -> jax.Array:
@@ -125,6 +160,9 @@ class Laws:
         """The uniform of an acceptance test, keyed by a position or by a node."""
         return jax.random.uniform(sampling_lib.noise_key(self.sampling.key[row], at, sampling_lib.ACCEPT))
 
+    def _broken(self, row, column) -> jax.Array:
+        return sampling_lib.is_broken(self.logits[row, column], self.vocab_size)
+
     def _scores(self, row, column, position) -> jax.Array:
         """The scores [vocab] of one row. Wherever they are computed they must be the same to the last bit."""
         scores = sampling_lib.adjusted(
@@ -135,7 +173,7 @@ class Laws:
         return scores if self.sampling.processors is None else lax.optimization_barrier(scores)
 
     def over_rows(self, function: Callable, rows, columns, *arrays, **options):
-        """`sampling.over_rows` of (row, column, *arrays)."""
-        return sampling_lib.over_rows(
+        """`rows.over_rows` of (row, column, *arrays)."""
+        return over_rows(
             lambda row, column, _, *more: function(row, column, *more), self.logits, rows, columns, *arrays, **options
         )

@@ -1,23 +1,20 @@
 """From logits to a token: processors, noise keys and Gumbel-max sampling, one row of the vocabulary at a time.
 
 Noise is keyed by (seed, absolute position, purpose) and never by step or batch slot, so a row's text depends only on
-its own prompt and parameters. On a CPU rows run one after another at one fixed shape, so that their bits cannot depend
-on how many there are; elsewhere they run side by side.
+its own prompt and parameters.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
-
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from spec_jax import processors as processors_lib
+from spec_jax.filters import any_filter, process
+from spec_jax.kernels import cpu
 from spec_jax.processors import History, Processors
+from spec_jax.rows import cond, over_rows
 
 ACCEPT, TARGET, DRAFT, ROUND = 0, 1, 2, 3
 """Purposes of noise: acceptance uniforms; the target's own Gumbel noise (plain, bonus, residual); the drafter's."""
@@ -27,8 +24,6 @@ NO_TOKEN = -1
 """In place of a token where the options leave none to choose; equal to no draft token."""
 BLOCK = 256
 """Ids among which `best_token` looks for the best one first."""
-HEAD = 128
-"""Best scores among which filters look for their cuts first."""
 
 
 @flax.struct.dataclass
@@ -41,6 +36,7 @@ class SamplingState:
       key: typed PRNG keys [batch], from the rows' seeds.
       stop_ids: int32 [batch, stops], padded with -1.
       processors: the options that depend on the text, None where no row uses any.
+      kernels: whether the CPU kernels choose tokens, as they do where they run the target, see `with_kernels`.
     """
 
     temperature: jax.Array
@@ -50,94 +46,17 @@ class SamplingState:
     key: jax.Array
     stop_ids: jax.Array
     processors: Processors | None = None
+    kernels: bool = flax.struct.field(pytree_node=False, default=False)
 
+    @property
+    def filtered(self) -> jax.Array:
+        """bool [batch], rows that are sampled from less than the whole vocabulary."""
+        return any_filter(self.temperature, self.top_k, self.top_p, self.min_p)
 
-def over_rows(function: Callable, logits: jax.Array, rows, columns, *arrays, wanted=None, nothing=None, reached=None):
-    """`function(row, column, logits[row, column], *arrays)` of every entry: on a CPU in sequence, elsewhere side by
-    side, as many at a time as there are sequences.
-
-    Args:
-      function: of scalars, one row of logits [vocab] and one entry of each of `arrays`. It branches with `cond`.
-      logits: [batch, width, vocab].
-      rows, columns: int32 [n].
-      arrays: [n, ...] each.
-      wanted: bool [n], entries to compute; None: all. The others cost nothing on a CPU.
-      nothing: what the others get, like one result.
-      reached: (results so far [n, ...], index) -> bool, whether the entries before an entry leave it of use. A CPU
-        leaves it out where they do not; elsewhere it is computed, and must do no harm.
-
-    Returns:
-      The results, [n, ...] each.
-    """
-
-    def in_sequence(wanted, rows, columns, *more):
-        def one(index, *before):
-            # The row is taken inside: what is not wanted must not even be copied.
-            def compute():
-                row, column = rows[index], columns[index]
-                return function(row, column, logits[row, column], *(x[index] for x in more))
-
-            use = True if wanted is None else wanted[index]
-            use = use & reached(*before, index) if before else use
-            return compute() if use is True else lax.cond(use, compute, lambda: nothing)
-
-        indices = jnp.arange(rows.shape[0])
-        if reached is None:
-            return lax.map(one, indices)
-
-        def step(index, results):
-            return jax.tree.map(lambda whole, new: whole.at[index].set(new), results, one(index, results))
-
-        blank = jax.tree.map(lambda x: jnp.broadcast_to(x, (rows.shape[0], *jnp.shape(x))), nothing)
-        return lax.fori_loop(0, rows.shape[0], step, blank)
-
-    def side_by_side(wanted, rows, columns, *more):
-        def one(entry):
-            row, column, *more = entry
-            return function(row, column, logits[row, column], *more)
-
-        # As many at a time as there are sequences: whole laws of all rows would be the logits several times over.
-        found = lax.map(one, (rows, columns, *more), batch_size=logits.shape[0])
-        return found if wanted is None else jax.tree.map(functools.partial(select_rows, wanted), found, nothing)
-
-    return lax.platform_dependent(wanted, rows, columns, *arrays, cpu=in_sequence, default=side_by_side)
-
-
-def select_rows(chosen: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
-    """x [n, ...] where `chosen` [n], else y [n, ...] or [...]."""
-    return jnp.where(chosen.reshape(-1, *[1] * (x.ndim - 1)), x, y)
-
-
-def cond(predicate: jax.Array, on_true: Callable, on_false: Callable, *operands):
-    """`lax.cond` of one row that side by side, under `jax.vmap`, still leaves out `on_true` where no row asks for it.
-
-    `lax.cond` would then compute both for every row, and the filters of a sampled row read the logits 64 times.
-
-    Args:
-      predicate: bool scalar.
-      on_true, on_false: functions of `operands`, and of nothing else that is traced for a row.
-    """
-
-    @jax.custom_batching.custom_vmap
-    def choose(predicate, operands):
-        return lax.cond(predicate, on_true, on_false, *operands)
-
-    @choose.def_vmap
-    def _(size, batched, predicate, operands):
-        axes = jax.tree.map(lambda b: 0 if b else None, batched[1])
-        predicate = jnp.broadcast_to(predicate, (size,))
-
-        def each(function):
-            return jax.vmap(lambda _, operands: function(*operands), (0, axes))(jnp.arange(size), operands)
-
-        def mixed():
-            some, others = each(on_true), each(on_false)
-            return jax.tree.map(functools.partial(select_rows, predicate), some, others)
-
-        out = lax.cond(predicate.any(), mixed, lambda: each(on_false))
-        return out, jax.tree.map(lambda _: True, out)
-
-    return choose(predicate, operands)
+    def with_kernels(self, wanted: bool) -> SamplingState:
+        """The same with CPU kernels, if `wanted` and if they make the noise that JAX is configured for."""
+        threefry = str(jax.random.key_impl(self.key)) == "threefry2x32" and jax.config.jax_threefry_partitionable
+        return self.replace(kernels=wanted and threefry and not jax.config.jax_high_dynamic_range_gumbel)
 
 
 def noise_key(key: jax.Array, position: jax.Array, purpose: int) -> jax.Array:
@@ -145,86 +64,10 @@ def noise_key(key: jax.Array, position: jax.Array, purpose: int) -> jax.Array:
     return jax.random.fold_in(jax.random.fold_in(key, position), purpose)
 
 
-def _ordered(x: jax.Array) -> jax.Array:
-    """float32 to uint32 so that integer order is float order; bisecting on it is exact."""
-    bits = lax.bitcast_convert_type(x, jnp.uint32)
-    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(0x80000000))
-
-
-def _largest_threshold(enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """The largest uint32 t for which `enough(t)` holds, given that it holds at 0 and is monotone."""
-
-    def step(index, low):
-        candidate = low | (jnp.uint32(1) << (31 - index).astype(jnp.uint32))
-        return jnp.where(enough(candidate), candidate, low)
-
-    return lax.fori_loop(0, 32, step, jnp.uint32(0))
-
-
-def _float_of(order: jax.Array) -> jax.Array:
-    """The inverse of `_ordered`."""
-    bits = jnp.where(order >> 31 == 1, order & jnp.uint32(0x7FFFFFFF), ~order)
-    return lax.bitcast_convert_type(bits, jnp.float32)
-
-
-def cutoff(scores: jax.Array, peak: jax.Array, temperature, top_k, top_p, min_p) -> jax.Array:
-    """The least score [vocab] that min_p, top_k and top_p leave; `peak` is the best.
-
-    A score as it is, not over the temperature: who compares with it later must meet the very same number, and a
-    division may be compiled as one here and as a product there. Cuts are looked for among the HEAD best scores, and by
-    bisection over all where these do not reach as far. Ties at a cut are all kept, so that no order of equal scores can
-    leak in.
-    """
-
-    def mass(scores, low, peak, temperature):
-        return jnp.where(scores >= low, jnp.exp((scores - peak) / temperature), 0.0)
-
-    def kth(scores, low, top_k, _):
-        order = _ordered(jnp.where(scores >= low, scores, -jnp.inf))
-        k = jnp.clip(top_k, 1, scores.shape[0])
-        return _float_of(_largest_threshold(lambda t: (order >= t).sum(dtype=jnp.int32) >= k))
-
-    def nucleus(scores, low, goal, peak, temperature, _):
-        order, masses = _ordered(jnp.where(scores >= low, scores, -jnp.inf)), mass(scores, low, peak, temperature)
-        return _float_of(_largest_threshold(lambda t: jnp.where(order >= t, masses, 0.0).sum() >= goal))
-
-    low = lowest(peak, temperature, min_p)
-    head = lax.top_k(scores, min(HEAD, scores.shape[0]))[0]
-    found = head[jnp.clip(top_k, 1, head.shape[0]) - 1]
-    found = cond(top_k > head.shape[0], kth, lambda *x: x[-1], scores, low, top_k, found)
-    low = jnp.where(top_k > 0, jnp.maximum(low, found), low)  # min_p may have left fewer than k
-
-    goal = top_p * mass(scores, low, peak, temperature).sum()
-    sums = jnp.cumsum(mass(head, low, peak, temperature))
-    found, beyond = head[jnp.argmax(sums >= goal)], (top_p < 1.0) & ~(sums[-1] >= goal)
-    found = cond(beyond, nucleus, lambda *x: x[-1], scores, low, goal, peak, temperature, found)
-    return jnp.where(top_p < 1.0, jnp.maximum(low, found), low)
-
-
-def lowest(peak: jax.Array, temperature, min_p) -> jax.Array:
-    """The least score that min_p leaves. At most the peak, whatever rounding says; log(0) = -inf keeps all."""
-    return jnp.minimum(peak, peak + temperature * jnp.log(min_p))
-
-
-def process(logits: jax.Array, temperature, top_k, top_p, min_p) -> jax.Array:
-    """The processed logits [vocab] of one row: divided by the temperature, -inf where a filter cut a token.
-
-    The same function standardises target and drafter, as exactness requires.
-
-    Args:
-      logits: float32 [vocab] of one row, -inf at ids that must not be chosen.
-      temperature: > 0 (a greedy row's result is not used).
-    """
-    temperature, peak = jnp.where(temperature > 0, temperature, 1.0), logits.max()
-    filtered, arguments = (top_k > 0) | (top_p < 1.0), (temperature, top_k, top_p, min_p)
-    low = cond(filtered, cutoff, lambda _, peak, t, *x: lowest(peak, t, x[-1]), logits, peak, *arguments)
-    return jnp.where(logits >= low, logits / temperature, -jnp.inf)
-
-
 def processed(logits: jax.Array, sampling: SamplingState, row: jax.Array) -> jax.Array:
-    """`process` with the parameters of one row of the batch."""
+    """`filters.process` with the parameters of one row of the batch."""
     s = sampling
-    return process(logits, s.temperature[row], s.top_k[row], s.top_p[row], s.min_p[row])
+    return process(logits, s.temperature[row], s.top_k[row], s.top_p[row], s.min_p[row], s.kernels)
 
 
 def mask_padding(logits: jax.Array, vocab_size: int) -> jax.Array:
@@ -300,7 +143,6 @@ def choose_tokens(
     purpose: int | None = TARGET,
     history: History | None = None,
     wanted: jax.Array | None = None,
-    reached: Callable[[Any, jax.Array], jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The token each row chooses: the argmax where the temperature is 0, else Gumbel-max over the processed logits.
 
@@ -310,14 +152,35 @@ def choose_tokens(
       purpose: of the noise; None chooses the argmax in every row.
       history: what precedes the tokens, where `sampling.processors` asks for it.
       wanted: bool [batch, width], rows that choose; None: all. The others cost nothing on a CPU, and get UNSEEN.
-      reached: see `over_rows`, of the rows one after another; rows that are not reached get UNSEEN too.
 
     Returns:
       tokens int32 [batch, width], NO_TOKEN where the options leave none, and gaps float32 [batch, width], the lead of
       the choice over the runner-up in units of the logits, NaN where the logits are.
     """
-    batch, width, vocab = logits.shape
-    s = sampling
+    batch, width = logits.shape[:2]
+    rows, columns = (x.reshape(-1) for x in jnp.indices((batch, width)))
+    wanted = None if wanted is None else wanted.reshape(-1)
+    tokens, gaps = choose_some(
+        logits, rows, columns, positions.reshape(-1), sampling, vocab_size, purpose, history, wanted
+    )
+    return tokens.reshape(batch, width), gaps.reshape(batch, width)
+
+
+def choose_some(
+    logits: jax.Array,
+    rows: jax.Array,
+    columns: jax.Array,
+    positions: jax.Array,
+    sampling: SamplingState,
+    vocab_size: int,
+    purpose: int | None = TARGET,
+    history: History | None = None,
+    wanted: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """`choose_tokens` of some rows: `rows`, `columns`, `positions` and `wanted` are [n], and so are the results."""
+    vocab, s = logits.shape[-1], sampling
+    if s.kernels:
+        return _chosen_by_kernels(logits, rows, columns, positions, s, vocab_size, purpose, history, wanted)
 
     def choose(row, column, logits, position):
         broken = is_broken(logits, vocab_size)
@@ -333,13 +196,47 @@ def choose_tokens(
         sampled = s.temperature[row] > 0
         return flag_broken(broken, *cond(sampled, sample, lambda x, *_: best_token(x), logits, row, position))
 
-    rows, columns = (x.reshape(-1) for x in jnp.indices((batch, width)))
-    wanted = None if wanted is None else wanted.reshape(-1)
     nothing = jnp.int32(UNSEEN), jnp.float32(jnp.inf)
-    tokens, gaps = over_rows(
-        choose, logits, rows, columns, positions.reshape(-1), wanted=wanted, nothing=nothing, reached=reached
-    )
-    return tokens.reshape(batch, width), gaps.reshape(batch, width)
+    return over_rows(choose, logits, rows, columns, positions, wanted=wanted, nothing=nothing)
+
+
+def _chosen_by_kernels(logits, rows, columns, positions, s: SamplingState, vocab_size, purpose, history, wanted):
+    """`choose_some` with the same noise, made a vector at a time and on all cores (`kernels.cpu.choice`)."""
+    wanted = jnp.ones(rows.shape, bool) if wanted is None else wanted
+    temperature = s.temperature * 0 if purpose is None else s.temperature
+    s = s.replace(temperature=temperature)
+    keys = jax.vmap(lambda row, position: noise_key(s.key[row], position, purpose or 0))(rows, positions)
+    keys = jax.random.key_data(keys)
+
+    if s.processors is None:
+        entries = kernel_rows(logits, rows, columns, wanted)
+        cut = kernel_cuts(*entries, rows, s, vocab_size)
+        tokens, gaps = cpu.choice(*entries, temperature[rows], cut, keys, vocab_size)
+    else:  # their scores are made a row at a time
+
+        def choose(row, column, logits, position, key):
+            scores = adjusted(logits, s, history, row, column, position, vocab_size)
+            entry, of = (scores[None], jnp.zeros(1, jnp.int32)), row[None]
+            cut = kernel_cuts(*entry, of, s, vocab_size)
+            token, gap = cpu.choice(*entry, temperature[of], cut, key[None], vocab_size)
+            return flag_broken(is_broken(logits, vocab_size), token[0], gap[0])
+
+        nothing = jnp.int32(UNSEEN), jnp.float32(jnp.inf)
+        tokens, gaps = over_rows(choose, logits, rows, columns, positions, keys, wanted=wanted, nothing=nothing)
+    return jnp.where(wanted, tokens, UNSEEN), gaps
+
+
+def kernel_cuts(scores: jax.Array, index: jax.Array, rows, sampling: SamplingState, vocab_size: int) -> jax.Array:
+    """The least scores that the filters of sequences `rows` [n] leave, of `scores` and `index` as kernels take them."""
+    s = sampling
+    index = jnp.where(s.filtered[rows], index, -1)
+    return cpu.cuts(scores, index, s.temperature[rows], s.top_k[rows], s.top_p[rows], s.min_p[rows], vocab_size)
+
+
+def kernel_rows(logits: jax.Array, rows, columns, wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """logits [batch, width, vocab] and entries [n] as the CPU kernels want them, without a copy."""
+    batch, width, vocab = logits.shape
+    return logits.reshape(-1, vocab), jnp.where(wanted, rows * width + columns, -1).astype(jnp.int32)
 
 
 def softmax(scores: jax.Array) -> jax.Array:

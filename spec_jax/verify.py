@@ -115,9 +115,7 @@ def verify(
     known = (draft.tokens >= 0) & (draft.tokens < vocab_size)
     tree = Tree(draft.tokens, draft.q, present, known, row_parents, depth, length)
     if rule == "coupled" or nodes == 0:
-        return _pad(
-            _coupled(logits[:, : nodes + 1], tree, chain, sampling, vocab_size, history, wanted), logits.shape[1]
-        )
+        return _pad(_coupled(logits, tree, sampling, vocab_size, history, wanted), logits.shape[1])
     if RULES[rule].independent and (draft.q is None or draft.q.without_replacement):
         raise ValueError(
             f"rule {rule!r} judges siblings that were drawn independently (draft_sample_method='probabilistic', with "
@@ -136,50 +134,31 @@ def _pad(v: Verification, width: int) -> Verification:
     return Verification(pad(v.tokens, 0), v.num_accepted, pad(v.path, 0), pad(v.gaps, jnp.inf))
 
 
-def _coupled(logits, tree: Tree, chain, sampling, vocab_size, history, wanted) -> Verification:
-    """The target chooses a token behind every row, and drafts that equal its choice are kept.
-
-    On a CPU it chooses behind the rows of the accepted path only.
-    """
-    batch, rows = logits.shape[:2]
-    positions = tree.length[:, None] + tree.depth[:, :rows]
-    # Of every row the entry of its parent, and the token that must have been chosen there; the root needs none.
-    parents = jnp.pad(tree.row_parents, ((0, 0), (1, 0))) + rows * jnp.arange(batch)[:, None]
-    needs = jnp.pad(jnp.where(tree.valid, tree.tokens, sampling_lib.UNSEEN - 1), ((0, 0), (1, 0)))
-    parents, needs = parents.reshape(-1), needs.reshape(-1)
-
-    def reached(found, entry):
-        return (entry % rows == 0) | (found[0][parents[entry]] == needs[entry])
-
-    wanted = None if wanted is None else wanted[:, :rows]
-    chosen, gaps = sampling_lib.choose_tokens(
-        logits, positions, sampling, vocab_size, history=history, wanted=wanted, reached=reached
-    )
-    return (_match_chain if chain else _match_tree)(chosen, gaps, tree)
-
-
-def _match_chain(chosen, gaps, tree: Tree) -> Verification:
-    batch, rows = chosen.shape
-    match = (tree.tokens == chosen[:, :-1]) & tree.valid
-    num_accepted = jnp.cumprod(match.astype(jnp.int32), axis=1).sum(axis=1)
-    path = jnp.broadcast_to(jnp.arange(rows), (batch, rows))
-    return Verification(chosen, num_accepted, path, gaps)
-
-
-def _match_tree(chosen, gaps, tree: Tree) -> Verification:
-    """Walks from the root to the child that equals the target's choice, until there is none."""
-    batch, rows = chosen.shape
+def _coupled(logits, tree: Tree, sampling, vocab_size, history, wanted) -> Verification:
+    """The target chooses a token behind every row of the accepted path, which ends where no draft equals its choice."""
+    batch, nodes = tree.tokens.shape
     index = jnp.arange(batch)
 
-    def step(carry, _):
-        row, alive, accepted = carry
-        want = chosen[index, row]
-        child = tree.valid & (tree.row_parents == row[:, None]) & (tree.tokens == want[:, None]) & alive[:, None]
+    def step(carry):
+        column, row, alive, v = carry
+        position = tree.length + tree.depth[index, row]
+        token, gap = sampling_lib.choose_some(
+            logits, index, row, position, sampling, vocab_size, history=history, wanted=alive
+        )
+        child = tree.valid & (tree.row_parents == row[:, None]) & (tree.tokens == token[:, None]) & alive[:, None]
         found = child.any(axis=1)
-        node = jnp.argmax(child, axis=1) + 1
-        out = (want, row, gaps[index, row])
-        return (jnp.where(found, node, row), found, accepted + found), out
+        v = Verification(
+            v.tokens.at[:, column].set(token),
+            v.num_accepted + found,
+            v.path.at[:, column].set(row),
+            v.gaps.at[:, column].set(gap),
+        )
+        return column + 1, jnp.where(found, jnp.argmax(child, axis=1) + 1, row) if nodes else row, found, v
 
-    start = (jnp.zeros(batch, jnp.int32), jnp.ones(batch, bool), jnp.zeros(batch, jnp.int32))
-    (_, _, accepted), (emitted, path, lead) = lax.scan(step, start, None, length=rows)
-    return Verification(emitted.T, accepted, path.T, lead.T)
+    alive = jnp.ones(batch, bool) if wanted is None else wanted[:, 0]
+    tokens = jnp.zeros((batch, nodes + 1), jnp.int32)
+    blank = Verification(tokens, jnp.zeros(batch, jnp.int32), tokens, jnp.full(tokens.shape, jnp.inf, jnp.float32))
+    carry = step((jnp.int32(0), jnp.zeros(batch, jnp.int32), alive, blank))
+    if nodes:  # plain decoding needs no loop
+        carry = lax.while_loop(lambda carry: carry[2].any(), step, carry)
+    return carry[-1]

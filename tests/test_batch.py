@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import tiny
 
+from spec_jax.filters import process
 from spec_jax.generation import generate
-from spec_jax.sampling import mask_padding, process
+from spec_jax.sampling import mask_padding
 from spec_jax.sampling_params import SamplingParams
 
 BUDGET = 20
@@ -157,7 +158,7 @@ def test_equal_prompts_with_equal_seeds_give_equal_text():
 
 
 def test_unseeded_rows_differ_and_report_seeds_that_reproduce_them():
-    free = {"temperature": 1.0, "max_tokens": BUDGET}
+    free = {"temperature": 1.0, "max_tokens": 2 * BUDGET}  # one pair in 4000 agrees in 20 tokens
     first = sampled("plain", free, [prompts8()[5]] * 3).sequences
     second = sampled("plain", free, [prompts8()[5]] * 3).sequences
     assert len({tuple(s.token_ids) for s in (*first, *second)}) == 6

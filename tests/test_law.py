@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy import stats
-from tiny import markov, random_table, script
+from tiny import markov, packed, random_table, script
 
 from spec_jax.drafting.base import BaseDrafter, Draft, DraftProbs
 from spec_jax.generation import generate
+from spec_jax.kernels import cpu
 from spec_jax.sampling import noise_key
 from spec_jax.sampling_params import SamplingParams
 
@@ -56,13 +57,14 @@ def chi_square(sequences, law):
 
 
 @functools.lru_cache
-def models():
-    return markov(TARGET_TABLE), markov(DRAFT_TABLE, pad_vocab=3)
+def models(is_packed=False):
+    found = markov(TARGET_TABLE), markov(DRAFT_TABLE, pad_vocab=3)
+    return tuple(map(packed, found)) if is_packed else found
 
 
-def sample(config, options, prompt=(FIRST,), drafter=None):
+def sample(config, options, prompt=(FIRST,), drafter=None, is_packed=False):
     params = SamplingParams(max_tokens=3, n=SAMPLES, seed=7, **options)
-    target, _ = models()
+    target, _ = models(is_packed)
     # As narrow as three rows allow: the samples are many, and every row of a flight is computed.
     options = {"verify_width": WIDTH, "max_batch_size": BATCH, "drafter": drafter}
     return generate(target, [list(prompt)], config, params, **options)
@@ -80,8 +82,8 @@ OPTIONS = [
 ]
 
 
-def config_of(name):
-    _, draft = models()
+def config_of(name, is_packed=False):
+    _, draft = models(is_packed)
     return {
         "plain": None,
         "probabilistic": MODEL | {"model": draft, "draft_sample_method": "probabilistic"},
@@ -121,6 +123,16 @@ def test_model_drafts_keep_the_law_under_every_option(name, options):
     result = sample(config_of(name), options)
     assert chi_square(result.sequences, outputs_law(processed(TARGET_TABLE, **options))) > 1e-4
     assert 0 < result.stats.draft_acceptance_rate < 1
+
+
+@SLOW
+@pytest.mark.skipif(cpu.unavailable() is not None, reason="needs the CPU kernels")
+@pytest.mark.parametrize("options", OPTIONS[3:], ids=str)
+@pytest.mark.parametrize("name", ["plain", "probabilistic", "block", "recursive", "coupled"])
+def test_packed_models_keep_the_law(name, options):
+    """Their laws, filters and choices come from the CPU kernels."""
+    result = sample(config_of(name, True), options, is_packed=True)
+    assert chi_square(result.sequences, outputs_law(processed(TARGET_TABLE, **options))) > 1e-4
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ def held_by(rule, nodes, side_by_side, batch=8, vocab=49152):
     "rule, side_by_side", [("coupled", False), ("traversal", False), *((rule, True) for rule in rule_names.RULES)]
 )
 def test_a_rule_holds_no_second_copy_of_the_logits(rule, side_by_side):
-    """Both ways through `sampling.over_rows`."""
+    """Both ways through `rows.over_rows`."""
     held, logits = held_by(rule, 7, side_by_side)
     assert held < logits
 

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spec_jax.sampling import ACCEPT, BLOCK, DRAFT, HEAD, NO_TOKEN, TARGET, best_token, gumbel, mask_padding, process
+from spec_jax.filters import HEAD, process
+from spec_jax.sampling import ACCEPT, BLOCK, DRAFT, NO_TOKEN, TARGET, best_token, gumbel, mask_padding
 
 VOCAB = 50
 
@@ -136,7 +137,7 @@ def test_the_best_token_is_the_first_of_the_largest_and_leads_the_next(size):
 @pytest.mark.parametrize("axes", [(0, 0), (0, None), (None, 0)], ids=str)
 def test_cond_of_rows_side_by_side_is_cond_of_every_row(predicate, axes):
     """Whatever varies from row to row: the condition, what it chooses from, or both."""
-    from spec_jax.sampling import cond
+    from spec_jax.rows import cond
 
     predicate, x = jnp.array(predicate), jnp.arange(6.0).reshape(3, 2)
     given = [value if axis == 0 else value[0] for value, axis in zip((predicate, x), axes, strict=True)]

@@ -15,6 +15,7 @@ from scipy import stats
 
 from spec_jax import rule_names
 from spec_jax.drafting.base import Draft, DraftProbs
+from spec_jax.kernels import cpu
 from spec_jax.rules.base import acceptance_probability, residual
 from spec_jax.sampling import SamplingState
 from spec_jax.verify import CHAIN_RULES, TREE_RULES, verify
@@ -24,6 +25,7 @@ from spec_jax.verify import RULES as LAW_RULES
 acceptance_probability, residual = jax.jit(acceptance_probability), jax.jit(residual)
 
 P_LIMIT = 1e-4
+needs_kernels = pytest.mark.skipif(cpu.unavailable() is not None, reason="needs the CPU kernels")
 LOSSLESS = [name for name in LAW_RULES if not name.startswith("lossy_")]
 
 
@@ -48,7 +50,7 @@ def run_rule(rule, logits, draft, sampling, length, vocab, options=()):
 
 
 def rows_side_by_side():
-    """Trace as for an accelerator, whose way through `sampling.over_rows` is another."""
+    """Trace as for an accelerator, whose way through `rows.over_rows` is another."""
     return mock.patch.object(jax.lax, "platform_dependent", lambda *x, cpu, default: default(*x))
 
 
@@ -246,8 +248,10 @@ def test_the_configuration_knows_the_rules():
 
 @pytest.mark.parametrize("temperatures", [(0.0, 0.0, 0.0), (0.0, 1.0, 0.7), (1.0, 0.5, 2.0)], ids=str)
 @pytest.mark.parametrize("rule", ["coupled", *LOSSLESS])
-def test_rows_side_by_side_choose_what_rows_in_sequence_choose(rule, temperatures):
-    """Accelerators take the other way through `sampling.over_rows`; no row's filters or noise may leak into another."""
+@pytest.mark.parametrize("how", ["side by side", pytest.param("kernels", marks=needs_kernels)])
+def test_other_ways_choose_what_rows_in_sequence_choose(how, rule, temperatures):
+    """Accelerators take the other way through `rows.over_rows`, and CPU kernels may choose; no row's filters or noise
+    may leak into another."""
     batch, nodes, vocab = 3, 3, 200
     rng = np.random.default_rng(1)
     logits = jnp.asarray(rng.normal(size=(batch, nodes + 1, vocab)) * 3, jnp.float32).at[0, 1, 5].set(jnp.nan)
@@ -261,7 +265,10 @@ def test_rows_side_by_side_choose_what_rows_in_sequence_choose(rule, temperature
     )
     length = jnp.array([4, 9, 1], jnp.int32)
     want = run_rule(rule, logits, draft, state, length, vocab)
-    got = run_side_by_side(rule, logits, draft, state, length, vocab)
+    if how == "kernels":
+        got = run_rule(rule, logits, draft, state.with_kernels(True), length, vocab)
+    else:
+        got = run_side_by_side(rule, logits, draft, state, length, vocab)
     np.testing.assert_array_equal(got.num_accepted, want.num_accepted)
     used = np.arange(nodes + 1) <= np.asarray(want.num_accepted)[:, None]  # the rest is padding
     for name in ("tokens", "path"):

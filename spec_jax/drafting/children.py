@@ -17,6 +17,7 @@ from jax import lax
 from spec_jax import sampling as sampling_lib
 from spec_jax.drafting.base import View
 from spec_jax.processors import read_flight
+from spec_jax.rows import cond, over_rows
 from spec_jax.sampling import NO_TOKEN
 
 
@@ -122,7 +123,7 @@ def choose_children(
     def choose(row, column, logits):
         in_flight = column - in_front
         logits = sampling_lib.adjusted(logits, s, history, row, in_flight, position[row], choice.vocab_size)
-        return sampling_lib.cond(s.temperature[row] > 0, noisy, likeliest, logits, row, in_flight)
+        return cond(s.temperature[row] > 0, noisy, likeliest, logits, row, in_flight)
 
     nothing = Children(
         jnp.full(choice.count, NO_TOKEN, jnp.int32),
@@ -130,5 +131,5 @@ def choose_children(
         jnp.zeros(vocab) if choice.draw else None,
     )
     index, columns = jnp.repeat(jnp.arange(batch), n), in_front + jnp.tile(rows, batch)
-    found = sampling_lib.over_rows(choose, logits, index, columns, wanted=wanted.reshape(-1), nothing=nothing)
+    found = over_rows(choose, logits, index, columns, wanted=wanted.reshape(-1), nothing=nothing)
     return jax.tree.map(lambda x: x.reshape(batch, n, *x.shape[1:]), found)

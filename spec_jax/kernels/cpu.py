@@ -45,6 +45,9 @@ _TARGETS = {
     "attention": "SpecJaxAttention",
     "swiglu": "SpecJaxSwiglu",
     "read": "SpecJaxRead",
+    "cuts": "SpecJaxCuts",
+    "laws": "SpecJaxLaws",
+    "choice": "SpecJaxChoice",
 }
 
 
@@ -243,6 +246,81 @@ def attention(
     results = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v))
     call = jax.ffi.ffi_call("spec_jax_attention", results, input_output_aliases={3: 1, 4: 2})
     return tuple(call(q, k_new, v_new, k, v, start, ancestors, active.reshape(-1), write))
+
+
+def cuts(
+    scores: jax.Array,
+    index: jax.Array,
+    temperature: jax.Array,
+    top_k: jax.Array,
+    top_p: jax.Array,
+    min_p: jax.Array,
+    vocab_size: int,
+) -> jax.Array:
+    """The least score that the filters leave of each of n rows, float32 [n]; -inf where a row is empty or broken.
+
+    Args:
+      scores, index: as in `laws`.
+      temperature, top_p, min_p: float32 [n], all temperatures above 0; top_k: int32 [n], 0 for all.
+    """
+    index = _check_entries("cuts", scores, index, vocab_size, temperature=temperature, top_p=top_p, min_p=min_p)
+    _check("cuts", "top_k", top_k, index.shape, jnp.int32)
+    result = jax.ShapeDtypeStruct(index.shape, jnp.float32)
+    call = jax.ffi.ffi_call("spec_jax_cuts", result, vmap_method="sequential")
+    return call(scores, index, temperature, top_k, top_p, min_p, size=np.int64(vocab_size))
+
+
+def laws(
+    scores: jax.Array, index: jax.Array, temperature: jax.Array, cut: jax.Array, vocab_size: int
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """The laws behind n rows of scores as a few numbers.
+
+    Args:
+      scores: float32 [rows, vocab]; ids at and beyond `vocab_size` are padding.
+      index: int32 [n], the rows; negative: none.
+      temperature: float32 [n], 0 for a greedy row.
+      cut: float32 [n]; scores below it are filtered out of a row that is not greedy.
+
+    Returns:
+      [n] each: float32, the logarithm of the sum of exp(score / temperature), inf where no score is left, 0 in greedy
+      rows; int32 and float32, of greedy rows the best token (-1: none) and its lead; bool, whether a row holds NaN or
+      +inf.
+    """
+    index = _check_entries("laws", scores, index, vocab_size, temperature=temperature, cut=cut)
+    shape, kinds = index.shape, (jnp.float32, jnp.int32, jnp.float32, jnp.bool_)
+    results = [jax.ShapeDtypeStruct(shape, kind) for kind in kinds]
+    call = jax.ffi.ffi_call("spec_jax_laws", results, vmap_method="sequential")
+    return tuple(call(scores, index, temperature, cut, size=np.int64(vocab_size)))
+
+
+def choice(
+    scores: jax.Array, index: jax.Array, temperature: jax.Array, cut: jax.Array, keys: jax.Array, vocab_size: int
+) -> tuple[jax.Array, jax.Array]:
+    """The token that each of n rows of scores chooses, with the noise of `jax.random.gumbel` where it is not greedy.
+
+    Args:
+      scores, index, temperature, cut: as in `laws`.
+      keys: uint32 [n, 2], the data of threefry keys.
+
+    Returns:
+      int32 [n], -1 where no score is left, and float32 [n], the lead of the choice in units of the scores; 0 and NaN
+      where a row holds NaN or +inf.
+    """
+    index = _check_entries("choice", scores, index, vocab_size, temperature=temperature, cut=cut)
+    _check("choice", "keys", keys, (*index.shape, 2), jnp.uint32)
+    results = [jax.ShapeDtypeStruct(index.shape, kind) for kind in (jnp.int32, jnp.float32)]
+    call = jax.ffi.ffi_call("spec_jax_choice", results, vmap_method="sequential")
+    return tuple(call(scores, index, temperature, cut, keys, size=np.int64(vocab_size)))
+
+
+def _check_entries(kernel: str, scores: jax.Array, index: jax.Array, vocab_size: int, **each: jax.Array) -> jax.Array:
+    """Returns the rows, where rows that are not there are none."""
+    _require()
+    _check(kernel, "scores", scores, (*scores.shape[:1], max(vocab_size, *scores.shape[1:])), jnp.float32)
+    _check(kernel, "index", index, index.shape[:1], jnp.int32)
+    for name, x in each.items():
+        _check(kernel, name, x, index.shape, jnp.float32)
+    return jnp.where(index < scores.shape[0], index, -1)
 
 
 def read(x: jax.Array) -> jax.Array:

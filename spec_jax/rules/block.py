@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from spec_jax import sampling as sampling_lib
 from spec_jax.laws import Laws
+from spec_jax.rows import cond
 from spec_jax.rules.base import Tree, Verification, child_law, residual
 
 
@@ -39,7 +39,8 @@ def block_rule(laws: Laws, draft: Tree) -> Verification:
     """See `verify.verify`, which checks the arguments; the noise belongs to this round."""
     batch, nodes = draft.tokens.shape
     vocab, index = laws.logits.shape[-1], jnp.arange(draft.tokens.shape[0])
-    count, valid = draft.present.sum(axis=1), draft.valid
+    count, valid, columns = draft.present.sum(axis=1), draft.valid, jnp.arange(nodes + 1)
+    laws = laws.prepared(draft.length[:, None] + columns, columns <= count[:, None])
 
     def look(row, column, prefix, token, is_valid):
         """Whether the prefix that ends here passes, p_i of the next one, and the lead of a greedy choice."""
@@ -53,7 +54,7 @@ def block_rule(laws: Laws, draft: Tree) -> Verification:
         # Of a prefix in front of further drafts h_i is at most p_i, so most need not be computed.
         u = laws.uniform(row, position)
         possible = (column > 0) & (u < prefix) & ~law.broken
-        kept = sampling_lib.cond(possible, keep, lambda _, __, prefix, ___: prefix, row, column, prefix, token)
+        kept = cond(possible, keep, lambda _, __, prefix, ___: prefix, row, column, prefix, token)
         q = child_law(draft.q, row, column, token, vocab)[jnp.clip(token, 0, vocab - 1)]
         follows = jnp.where(is_valid & ~law.broken, prefix_probability(prefix, laws.probability(law, token), q), 0.0)
         return (column == 0) | (u < kept), follows, law.gap

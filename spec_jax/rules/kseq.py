@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from spec_jax import sampling as sampling_lib
 from spec_jax.laws import Laws
+from spec_jax.rows import cond
 from spec_jax.rules.base import Tree, Verification, acceptance_probability
 from spec_jax.rules.recursive import after_refusal
 from spec_jax.rules.walk import NONE, Visit, arrive, children_of, walk
@@ -102,7 +102,7 @@ def kseq_rule(laws: Laws, tree: Tree) -> Verification:
         hangs_on = tree.row_parents[row, jnp.maximum(children.first[row, column], 0)]
         siblings = arrive(tree.q, laws.probabilities(law), row, hangs_on)
         p, q, one_hot = siblings.p, siblings.q, siblings.one_hot
-        rho, beta = sampling_lib.cond(
+        rho, beta = cond(
             ~one_hot & (count > 0) & ~law.broken,
             divisor,
             lambda *_: (jnp.float32(1), jnp.float32(0)),

@@ -6,6 +6,7 @@ Leviathan et al. (https://arxiv.org/abs/2211.17192), Chen et al. (https://arxiv.
 from __future__ import annotations
 
 import jax.numpy as jnp
+from jax import lax
 
 from spec_jax.laws import Laws
 from spec_jax.rules.base import Tree, Verification, acceptance_probability, child_law, draft_probability, residual
@@ -14,7 +15,7 @@ from spec_jax.rules.base import Tree, Verification, acceptance_probability, chil
 def token_rule(laws: Laws, draft: Tree) -> Verification:
     """See `verify.verify`, which checks the arguments."""
     batch, nodes = draft.tokens.shape
-    vocab = laws.logits.shape[-1]
+    vocab, index = laws.logits.shape[-1], jnp.arange(batch)
 
     def accept(row, column, token, draft_prob):
         """Whether one draft token passes its own test, which for a greedy row is to be the argmax."""
@@ -23,22 +24,25 @@ def token_rule(laws: Laws, draft: Tree) -> Verification:
         p = laws.probability(law, token)
         return (laws.uniform(row, position) < acceptance_probability(p, draft_prob)) & ~law.broken, law.gap
 
-    rows, columns = (x.reshape(-1) for x in jnp.indices((batch, nodes)))
-    passed, gaps = laws.over_rows(
-        accept,
-        rows,
-        columns,
-        draft.tokens.reshape(-1),
-        draft_probability(draft).reshape(-1),
-        wanted=draft.valid.reshape(-1),
-        nothing=(jnp.bool_(False), jnp.float32(jnp.inf)),
-        reached=lambda found, at: (columns[at] == 0) | found[0][at - 1],
-    )
-    passed, gaps = passed.reshape(batch, nodes), gaps.reshape(batch, nodes)
-    num_accepted = jnp.cumprod((passed & draft.valid).astype(jnp.int32), axis=1).sum(axis=1)
+    q, valid = draft_probability(draft), draft.valid
+
+    def step(carry):
+        column, alive, accepted, gaps = carry
+        passed, gap = laws.over_rows(
+            accept,
+            index,
+            jnp.full(batch, column),
+            draft.tokens[:, column],
+            q[:, column],
+            wanted=alive & valid[:, column],
+            nothing=(jnp.bool_(False), jnp.float32(jnp.inf)),
+        )
+        return column + 1, passed, accepted + passed, gaps.at[:, column].set(gap)
+
+    start = jnp.int32(0), jnp.ones(batch, bool), jnp.zeros(batch, jnp.int32), jnp.full((batch, nodes), jnp.inf)
+    _, _, num_accepted, gaps = lax.while_loop(lambda c: (c[0] < nodes) & c[1].any(), step, start)
 
     # The next token: from the residual where a real draft was refused, else from the target itself.
-    index = jnp.arange(batch)
     refused = num_accepted < draft.present.sum(axis=1)
     token = draft.tokens[index, jnp.minimum(num_accepted, nodes - 1)]
 

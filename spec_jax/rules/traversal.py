@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from spec_jax import sampling as sampling_lib
 from spec_jax.laws import Laws
+from spec_jax.rows import cond
 from spec_jax.rules.base import Tree, Verification, child_law
 from spec_jax.rules.block import prefix_probability
 from spec_jax.rules.recursive import normalised, without
@@ -47,6 +47,9 @@ def traversal_rule(laws: Laws, tree: Tree) -> Verification:
     """
     children = children_of(tree.row_parents, tree.present)
     once = tree.q is not None and tree.q.without_replacement
+    rows = tree.tokens.shape[1] + 1
+    drafted = jnp.pad(tree.present, ((0, 0), (1, 0)), constant_values=True)
+    laws = laws.prepared(tree.length[:, None] + tree.depth[:, :rows], drafted)
 
     def enter(row, node, prefix, p, q):
         """With what entry a child is visited, from p and q of its token; 0: not at all, and it is deleted."""
@@ -101,7 +104,7 @@ def traversal_rule(laws: Laws, tree: Tree) -> Verification:
             q = child_law(tree.q, row, column, token, laws.logits.shape[-1])
             found = enter(row, node, entry, laws.probability(law, token), q[jnp.clip(token, 0, q.shape[0] - 1)])
             direct = (node != NONE) & (back == NONE) & (found > 0) & ~law.broken & (entry != ACCEPTED)
-            return sampling_lib.cond(
+            return cond(
                 direct,
                 lambda law, entry, back, node, found: moved(node + 1, law, found),
                 lambda law, entry, back, *_: judged(law, entry, back),
@@ -111,6 +114,6 @@ def traversal_rule(laws: Laws, tree: Tree) -> Verification:
         def give_up(row, column, entry, back):
             return Visit(parent(row, column), jnp.bool_(False), jnp.int32(0), jnp.float32(jnp.inf), jnp.float32(0))
 
-        return sampling_lib.cond(lost, give_up, look, row, column, entry, back)
+        return cond(lost, give_up, look, row, column, entry, back)
 
     return walk(visit, laws, tree)

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from spec_jax import sampling as sampling_lib
 from spec_jax.drafting.base import DraftProbs
 from spec_jax.laws import Law, Laws
+from spec_jax.rows import cond
 from spec_jax.rules.base import Tree, Verification, row_law
 
 NONE = -1
@@ -80,7 +80,7 @@ class Visit:
         def draw(law, weights):
             return laws.draw(law, weights)
 
-        token, gap = sampling_lib.cond(done, draw, lambda law, _: (jnp.int32(0), law.gap), law, weights)
+        token, gap = cond(done, draw, lambda law, _: (jnp.int32(0), law.gap), law, weights)
         return cls(to, done, token, gap, entry)
 
 

@@ -1,11 +1,13 @@
-// Products, norms and attention of a few rows on a CPU, as custom calls of XLA.
+// Products, norms and attention of a few rows on a CPU, and the choice of tokens, as custom calls of XLA.
 //
 // Every result is computed from its own row alone, in one fixed order, so its bits depend neither on how many rows there
 // are nor on which other rows run: what XLA's products give only at measured row counts (exactness E2) holds here by
 // construction. Rows whose `active` flag is off are not computed at all; their results are zeros.
 
 #include "attention.h"
+#include "choice.h"
 #include "elementwise.h"
+#include "filters.h"
 #include "product.h"
 
 namespace {
@@ -64,6 +66,40 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecJaxAttention, Attention_,
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecJaxCuts, Cuts_,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Attr<int64_t>("size")
+                                  .Ret<ffi::Buffer<ffi::F32>>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecJaxLaws, Laws_,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Attr<int64_t>("size")
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::PRED>>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecJaxChoice, Choice_,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::U32>>()
+                                  .Attr<int64_t>("size")
+                                  .Ret<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecJaxRead, Read_,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()

@@ -88,6 +88,22 @@ inline Vec fma(Vec a, Vec b, Vec c) {
 #endif
 }
 
+// Whether a comparison holds in any lane.
+inline bool any(Ints holds) {
+#if defined(__AVX512F__)
+  const __m512i bits = reinterpret_cast<__m512i>(holds);
+  return _mm512_test_epi32_mask(bits, bits) != 0;
+#elif defined(__AVX__)
+  return _mm256_movemask_ps(reinterpret_cast<__m256>(holds)) != 0;
+#elif defined(__aarch64__)
+  return vmaxvq_u32(reinterpret_cast<uint32x4_t>(holds)) != 0;
+#else
+  int32_t bits = 0;
+  for (int i = 0; i < kLanes; ++i) bits |= holds[i];
+  return bits != 0;
+#endif
+}
+
 inline float widen(float v) { return v; }
 inline float widen(bf16 v) {
   uint32_t bits = static_cast<uint32_t>(v) << 16;
