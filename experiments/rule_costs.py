@@ -2,8 +2,8 @@
 
 Command:   python experiments/rule_costs.py [--batch 8] [--csv OUT] [--json]
 Hardware:  any; on a CPU nothing else should run beside it, and 2 cores take about half an hour; --rules takes fewer
-Expected:  less than 3 % of the forward pass for coupled, standard and recursive; block, traversal and kseq look at the
-           laws of all rows or siblings at a temperature, and take about 6 % on a CPU
+Expected:  less than 3 % of the forward pass for chains; on a CPU trees under traversal and kseq take up to 4 %, and
+           top_p adds 3 to 4 % to rules that look at the laws of all rows
 
 SmolLM2 drafts for itself with some of its layers: chains of 7 tokens and trees of 7 nodes, 8 rows in flight of 49152
 logits each. Each part of a step runs many times in one compiled program (`spec_jax.step_parts`), behind the same

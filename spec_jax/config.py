@@ -13,12 +13,15 @@ from typing import Any
 from spec_jax import rule_names
 from spec_jax.checks import is_int, is_number, nearest, plain
 
-METHODS = ("none", "ngram", "draft_model", "layer_skip")
+METHODS = ("none", "ngram", "suffix", "draft_model", "layer_skip")
 DYNAMIC_TREES = ("eagle2", "opt_tree")
 WIDTHS = (4, 8, 16, 32, 64, 128)
-DEFAULT_TOKENS = {"none": 0, "ngram": 5, "draft_model": 4, "layer_skip": 4}
+DEFAULT_TOKENS = {"none": 0, "ngram": 5, "suffix": 15, "draft_model": 4, "layer_skip": 4}
 AUTO_TOKENS = 7
 MAX_LOOKUP = 64
+SUFFIX_DEPTH = 24
+SUFFIX_FACTOR = 1.0
+SUFFIX_MIN_PROB = 0.1
 DYNAMIC_NODES = 24
 MAX_TREE_OPTION = 64
 TREE_TOP_K = 4
@@ -32,9 +35,9 @@ class SpeculativeConfig:
     """Which drafter guesses, how far, and by which rule its guesses are verified.
 
     Attributes:
-      method: "none" | "ngram" | "draft_model" | "layer_skip".
-      num_speculative_tokens: K, draft tokens per step. Default: ngram 5, draft_model 4, layer_skip 4; the nodes of a
-        static tree, which no other number may be given for; 24 nodes of a dynamic one.
+      method: "none" | "ngram" | "suffix" | "draft_model" | "layer_skip".
+      num_speculative_tokens: K, draft tokens per step at most. Default: ngram 5, suffix 15, draft_model 4, layer_skip
+        4; the nodes of a static tree, which no other number may be given for; 24 nodes of a dynamic one.
       verify_width: rows of one verification step, at least K + 1; None: 8 where K + 1 <= 8, else the next of
         4, 8, 16, 32, 64, 128. "auto": every step verifies as many drafts, up to K, as promise the most tokens per
         second, none included (`spec_jax.draft_length`); K is 7 then unless it is given.
@@ -61,6 +64,11 @@ class SpeculativeConfig:
       draft_with_replacement: of sampled trees: siblings are drawn independently of each other and may be equal, as
         "kseq" wants them. By default no two are, which keeps more.
       prompt_lookup_max, prompt_lookup_min: ngram only, longest and shortest suffix looked up. Default 3 and 1.
+      suffix_decoding_max_tree_depth: suffix only: tokens of the matching suffix and of the draft behind it, together at
+        most. Default 24.
+      suffix_decoding_max_spec_factor: suffix only: draft tokens per token of the matching suffix, at most. Default 1.
+      suffix_decoding_min_token_prob: suffix only: a draft ends where the share of its text in what has followed falls
+        below this. Default 0.1.
       model: draft_model only: a hub name, a folder, a .gguf file or a loaded `Model`.
       exit_layer: layer_skip only: draft with the first `exit_layer` layers. Default: a third of the layers.
       draft_layers: layer_skip only: draft with these layers instead of a prefix, ascending ids.
@@ -83,6 +91,9 @@ class SpeculativeConfig:
     draft_with_replacement: bool = False
     prompt_lookup_max: int | None = None
     prompt_lookup_min: int | None = None
+    suffix_decoding_max_tree_depth: int | None = None
+    suffix_decoding_max_spec_factor: float | None = None
+    suffix_decoding_min_token_prob: float | None = None
     model: Any = None
     exit_layer: int | None = None
     draft_layers: tuple[int, ...] | None = None
@@ -114,9 +125,11 @@ class SpeculativeConfig:
             raise ValueError(f"verify_width={width!r} must be a positive integer, 'auto', or None for the default")
         if self.draft_sample_method not in ("greedy", "probabilistic"):
             raise ValueError(f"draft_sample_method={self.draft_sample_method!r} must be 'greedy' or 'probabilistic'")
+        names = [field.name for field in dataclasses.fields(self)]
         owners = {
             "prompt_lookup_max": "ngram", "prompt_lookup_min": "ngram", "model": "draft_model",
             "exit_layer": "layer_skip", "draft_layers": "layer_skip",
+            **{name: "suffix" for name in names if name.startswith("suffix_decoding")},
         }  # fmt: skip
         for name, owner in owners.items():
             if getattr(self, name) is not None and self.method != owner:
@@ -140,6 +153,8 @@ class SpeculativeConfig:
                                  f"with 1 <= min <= max <= {MAX_LOOKUP}")  # fmt: skip
             object.__setattr__(self, "prompt_lookup_max", longest)
             object.__setattr__(self, "prompt_lookup_min", shortest)
+        if self.method == "suffix":
+            self._check_suffix()
         if self.method == "draft_model" and self.model is None:
             raise ValueError("method='draft_model' needs 'model': a hub name, a folder, a .gguf file or a loaded Model")
         if self.exit_layer is not None and self.draft_layers is not None:
@@ -152,6 +167,26 @@ class SpeculativeConfig:
             if not ok or list(layers) != sorted(set(layers)):
                 raise ValueError(f"draft_layers={layers!r} must be a list of different layer ids in ascending order")
             object.__setattr__(self, "draft_layers", tuple(layers))
+
+    def _check_suffix(self):
+        depth, factor, share = (
+            self.suffix_decoding_max_tree_depth,
+            self.suffix_decoding_max_spec_factor,
+            self.suffix_decoding_min_token_prob,
+        )
+        depth, factor = SUFFIX_DEPTH if depth is None else depth, SUFFIX_FACTOR if factor is None else factor
+        share = SUFFIX_MIN_PROB if share is None else share
+        if not is_int(depth) or not 2 <= depth <= MAX_LOOKUP:
+            raise ValueError(f"suffix_decoding_max_tree_depth={depth!r} must be an integer from 2 to {MAX_LOOKUP}")
+        if not is_number(factor) or not 0 < factor <= MAX_LOOKUP:
+            raise ValueError(
+                f"suffix_decoding_max_spec_factor={factor!r} must be a number above 0, at most {MAX_LOOKUP}"
+            )
+        if not is_number(share) or not 0 <= share <= 1:
+            raise ValueError(f"suffix_decoding_min_token_prob={share!r} must be a number from 0 to 1")
+        object.__setattr__(self, "suffix_decoding_max_tree_depth", depth)
+        object.__setattr__(self, "suffix_decoding_max_spec_factor", float(factor))
+        object.__setattr__(self, "suffix_decoding_min_token_prob", float(share))
 
     def _check_tree(self):
         """Checks what belongs to trees, and fills in its defaults."""

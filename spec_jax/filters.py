@@ -98,9 +98,10 @@ def least_kept(scores: jax.Array, temperature, top_k, top_p, min_p, kernels: boo
 
 
 def process(logits: jax.Array, temperature, top_k, top_p, min_p, kernels: bool = False) -> jax.Array:
-    """The processed logits [vocab] of one row: divided by the temperature, -inf where a filter cut a token.
+    """The processed logits [vocab] of one row: less the best one, divided by the temperature; -inf where a filter cut.
 
-    The same function standardises target and drafter, as exactness requires.
+    The same function standardises target and drafter, as exactness requires. At a low temperature logits / temperature
+    would have no digits left for the noise.
 
     Args:
       logits: float32 [vocab] of one row, -inf at ids that must not be chosen.
@@ -108,4 +109,6 @@ def process(logits: jax.Array, temperature, top_k, top_p, min_p, kernels: bool =
     """
     temperature = jnp.where(temperature > 0, temperature, 1.0)
     low = least_kept(logits, temperature, top_k, top_p, min_p, kernels)
-    return jnp.where(logits >= low, logits / temperature, -jnp.inf)
+    peak = logits.max()
+    peak = jnp.where(peak == -jnp.inf, 0.0, peak)
+    return jnp.where(logits >= low, (logits - peak) / temperature, -jnp.inf)

@@ -23,12 +23,15 @@ from spec_jax.sampling import SamplingState
 
 @flax.struct.dataclass
 class Law:
-    """The processed law p of one row: exp(x / temperature - total) of the scores x that the filters leave.
+    """The processed law p of one row: exp((x - peak) / temperature - total) of the scores x that the filters leave.
+
+    The peak is taken off first: at a low temperature x / temperature would have no digits left for what follows.
 
     Attributes:
       row, column, position: which row of the logits, and the position of the token to choose.
       temperature: float32, 1 in a greedy row.
       cutoff: float32, the least score that is not filtered out, see `filters.cutoff`.
+      peak: float32, the best score; 0 where the options leave none.
       total: float32, log of the sum; inf where the options leave no token.
       best: int32, a greedy row's choice, which has all of the mass, or NO_TOKEN; UNSEEN in sampled rows.
       gap: float32, the lead of a greedy row's choice; inf in sampled rows.
@@ -40,6 +43,7 @@ class Law:
     position: jax.Array
     temperature: jax.Array
     cutoff: jax.Array
+    peak: jax.Array
     total: jax.Array
     best: jax.Array
     gap: jax.Array
@@ -83,10 +87,11 @@ class Laws:
         """The laws of entries [n] of `scores` and `index` as kernels take them."""
         temperature = self.sampling.temperature[rows]
         cut = sampling_lib.kernel_cuts(scores, index, rows, self.sampling, self.vocab_size)
-        total, best, gap, broken = cpu.laws(scores, index, temperature, cut, self.vocab_size)
+        peak, total, best, gap, broken = cpu.laws(scores, index, temperature, cut, self.vocab_size)
         soft = temperature > 0
         best, temperature = jnp.where(soft, sampling_lib.UNSEEN, best), jnp.where(soft, temperature, 1.0)
-        return Law(rows, columns, positions, temperature, jnp.where(soft, cut, -jnp.inf), total, best, gap, broken)
+        cut = jnp.where(soft, cut, -jnp.inf)
+        return Law(rows, columns, positions, temperature, cut, peak, total, best, gap, broken)
 
     def at(self, row: jax.Array, column: jax.Array, position: jax.Array) -> Law:
         """The law behind one row in flight: two passes over its logits where no filter is set."""
@@ -117,13 +122,16 @@ class Laws:
             any_filter = (s.top_k[row] > 0) | (s.top_p[row] < 1.0)
             low = cond(any_filter, filtered, unfiltered, row, column, position, peak)
             masses = jnp.where(scores >= low, jnp.exp((scores - peak) / temperature), 0.0)
-            total = jnp.where(peak == -jnp.inf, jnp.inf, peak / temperature + jnp.log(masses.sum()))
-            return temperature, low, total, jnp.int32(sampling_lib.UNSEEN), jnp.float32(jnp.inf), ~(peak < jnp.inf)
+            total, none = jnp.log(masses.sum()), peak == -jnp.inf
+            peak, total = jnp.where(none, 0.0, peak), jnp.where(none, jnp.inf, total)
+            unseen, infinite = jnp.int32(sampling_lib.UNSEEN), jnp.float32(jnp.inf)
+            return temperature, low, peak, total, unseen, infinite, ~(peak < jnp.inf)
 
         def hard(row, column, position):
             scores = self._scores(row, column, position)
             best, gap = sampling_lib.best_token(scores)
-            return jnp.float32(1), jnp.float32(-jnp.inf), jnp.float32(0), best, gap, ~(scores.max() < jnp.inf)
+            one, zero = jnp.float32(1), jnp.float32(0)
+            return one, jnp.float32(-jnp.inf), zero, zero, best, gap, ~(scores.max() < jnp.inf)
 
         *found, broken = cond(s.temperature[row] > 0, soft, hard, row, column, position)
         if s.processors is not None:  # which may hide what is broken
@@ -134,14 +142,15 @@ class Laws:
         """p of one token, 0 outside the vocabulary."""
         inside = (token >= 0) & (token < self.vocab_size)
         score = self._scores(law.row, law.column, law.position)[jnp.where(inside, token, 0)]
-        p = jnp.where(score >= law.cutoff, jnp.exp(score / law.temperature - law.total), 0.0)
+        p = jnp.where(score >= law.cutoff, jnp.exp((score - law.peak) / law.temperature - law.total), 0.0)
         p = jnp.where(law.best == sampling_lib.UNSEEN, p, token == law.best)
         return jnp.where(inside, p, 0.0)
 
     def probabilities(self, law: Law) -> jax.Array:
         """p of every token, float32 [vocab]; zeros where the options leave none."""
         scores = self._scores(law.row, law.column, law.position)
-        soft = jnp.where(scores >= law.cutoff, jnp.exp(scores / law.temperature - law.total), 0.0)
+        masses = jnp.exp((scores - law.peak) / law.temperature - law.total)
+        soft = jnp.where(scores >= law.cutoff, masses, 0.0)
         hard = jnp.arange(scores.shape[0]) == law.best
         return jnp.where(law.best == sampling_lib.UNSEEN, soft, hard)
 

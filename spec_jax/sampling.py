@@ -202,6 +202,7 @@ def choose_some(
 
 def _chosen_by_kernels(logits, rows, columns, positions, s: SamplingState, vocab_size, purpose, history, wanted):
     """`choose_some` with the same noise, made a vector at a time and on all cores (`kernels.cpu.choice`)."""
+    logits, vocab_size = logits.astype(jnp.float32), min(vocab_size, logits.shape[-1])
     wanted = jnp.ones(rows.shape, bool) if wanted is None else wanted
     temperature = s.temperature * 0 if purpose is None else s.temperature
     s = s.replace(temperature=temperature)

@@ -120,6 +120,7 @@ def drafters(name, text):
         return None, tiny.script(text, K, {"oracle": (), "script": wrong, "anti": "all"}[name])
     return {
         "ngram": {"method": "ngram", "num_speculative_tokens": K},
+        "suffix": {"method": "suffix", "num_speculative_tokens": K, "suffix_decoding_max_spec_factor": 3.0},
         "layer_skip": {"method": "layer_skip", "num_speculative_tokens": K, "exit_layer": 1},
         "draft_model": {"method": "draft_model", "num_speculative_tokens": K, "model": tiny.perturbed(model(), 0.1)},
         "eagle2": {
@@ -131,7 +132,7 @@ def drafters(name, text):
     }[name], None
 
 
-DRAFTERS = ["oracle", "script", "anti", "tree", "ngram", "layer_skip", "draft_model", "eagle2"]
+DRAFTERS = ["oracle", "script", "anti", "tree", "ngram", "suffix", "layer_skip", "draft_model", "eagle2"]
 
 
 def assert_equal(ours, theirs, what, exact=True):

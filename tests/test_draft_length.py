@@ -205,8 +205,7 @@ SLOW = pytest.mark.slow  # programs of several widths take long to compile
 PAIRS = [
     *((name, "packed", None) for name in ("oracle", "anti")),
     ("ngram", "packed", 2),
-    ("ngram", "XLA", 2),
-    *(pytest.param(name, "XLA", 2, marks=SLOW) for name in ("layer_skip", "draft_model")),
+    *(pytest.param(name, "XLA", 2, marks=SLOW) for name in ("ngram", "layer_skip", "draft_model")),
     *(pytest.param(name, "XLA", None, marks=SLOW) for name in ("anti", "ngram", "layer_skip", "draft_model")),
     *(pytest.param(name, "packed", None, marks=SLOW) for name in ("ngram", "layer_skip", "draft_model")),
     *(pytest.param(name, "packed", 2, marks=SLOW) for name in ("layer_skip", "draft_model")),

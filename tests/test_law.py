@@ -112,7 +112,7 @@ def config_of(name, is_packed=False):
             for o in OPTIONS
             if o is not OPTIONS[1]
         ),
-        *(pytest.param("block", o, marks=() if o is OPTIONS[5] else SLOW) for o in OPTIONS),
+        *(pytest.param("block", o, marks=SLOW) for o in OPTIONS),
         pytest.param("recursive", OPTIONS[5], marks=SLOW),
         pytest.param("coupled", OPTIONS[5], marks=SLOW),
         pytest.param("coupled", OPTIONS[0], marks=SLOW),
@@ -127,8 +127,17 @@ def test_model_drafts_keep_the_law_under_every_option(name, options):
 
 @SLOW
 @pytest.mark.skipif(cpu.unavailable() is not None, reason="needs the CPU kernels")
-@pytest.mark.parametrize("options", OPTIONS[3:], ids=str)
-@pytest.mark.parametrize("name", ["plain", "probabilistic", "block", "recursive", "coupled"])
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        ("plain", OPTIONS[4]),
+        ("probabilistic", OPTIONS[5]),
+        ("block", OPTIONS[4]),
+        ("recursive", OPTIONS[3]),
+        ("coupled", OPTIONS[5]),
+    ],
+    ids=str,
+)
 def test_packed_models_keep_the_law(name, options):
     """Their laws, filters and choices come from the CPU kernels."""
     result = sample(config_of(name, True), options, is_packed=True)

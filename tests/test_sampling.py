@@ -15,7 +15,7 @@ VOCAB = 50
 
 def numpy_process(logits, temperature, top_k, top_p, min_p):
     """The same filters by sorting, for rows without ties."""
-    x = logits.astype(np.float64) / temperature
+    x = (logits.astype(np.float64) - logits.max()) / temperature
     x = np.where(x >= x.max() + np.log(min_p) if min_p > 0 else True, x, -np.inf)
     if top_k > 0:
         x = np.where(x >= np.sort(x)[::-1][min(top_k, len(x)) - 1], x, -np.inf)

@@ -56,7 +56,7 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("method", ["plain", "draft_model", pytest.param("ngram", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["plain", *(pytest.param(name, marks=pytest.mark.slow) for name in ("draft_model", "ngram"))])
 def test_a_request_in_a_used_slot_is_the_request_alone(method):
     """More prompts than slots: order, text, reasons and log-probs are those of each prompt by itself."""
     prompts, params = requests()
@@ -115,6 +115,7 @@ def test_the_drafters_state_in_a_used_slot_is_that_of_the_new_request_alone():
         assert kept[: len(text) - 1].tolist() == text[:-1]
 
 
+@pytest.mark.slow
 def test_many_prompts_pack_the_slots():
     """480 prompts in one call: the forward rows stay within 10 % of batches without one idle row."""
     rng = np.random.default_rng(1)

@@ -248,7 +248,7 @@ def test_the_configuration_knows_the_rules():
 
 @pytest.mark.parametrize("temperatures", [(0.0, 0.0, 0.0), (0.0, 1.0, 0.7), (1.0, 0.5, 2.0)], ids=str)
 @pytest.mark.parametrize("rule", ["coupled", *LOSSLESS])
-@pytest.mark.parametrize("how", ["side by side", pytest.param("kernels", marks=needs_kernels)])
+@pytest.mark.parametrize("how", ["side by side", pytest.param("kernels", marks=needs_kernels)])  # all in one program
 def test_other_ways_choose_what_rows_in_sequence_choose(how, rule, temperatures):
     """Accelerators take the other way through `rows.over_rows`, and CPU kernels may choose; no row's filters or noise
     may leak into another."""

@@ -9,6 +9,7 @@ from spec_jax.drafting.base import NoDrafter
 from spec_jax.drafting.draft_model import DraftModelDrafter
 from spec_jax.drafting.layer_skip import LayerSkipDrafter
 from spec_jax.drafting.ngram import NGramDrafter
+from spec_jax.drafting.suffix import SuffixDrafter
 from spec_jax.drafting.tree_drafting import DynamicTree, StaticTree
 from spec_jax.exactness import for_model
 from spec_jax.models.layers import RowBlocks
@@ -24,6 +25,13 @@ def build_drafter(config: SpeculativeConfig, target: Any, rows: RowBlocks) -> tu
     sample = config.draft_sample_method == "probabilistic"
     if config.method == "ngram":
         return NGramDrafter(k, config.prompt_lookup_max, config.prompt_lookup_min), ()
+    if config.method == "suffix":
+        options = (
+            config.suffix_decoding_max_tree_depth,
+            config.suffix_decoding_max_spec_factor,
+            config.suffix_decoding_min_token_prob,
+        )
+        return SuffixDrafter(k, *options), ()
     if config.method == "layer_skip":
         return LayerSkipDrafter(k, skip_layers(config, target.config.num_layers), sample, tree_of(config)), ()
     draft = config.model

@@ -272,7 +272,7 @@ def cuts(
 
 def laws(
     scores: jax.Array, index: jax.Array, temperature: jax.Array, cut: jax.Array, vocab_size: int
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
     """The laws behind n rows of scores as a few numbers.
 
     Args:
@@ -282,12 +282,12 @@ def laws(
       cut: float32 [n]; scores below it are filtered out of a row that is not greedy.
 
     Returns:
-      [n] each: float32, the logarithm of the sum of exp(score / temperature), inf where no score is left, 0 in greedy
-      rows; int32 and float32, of greedy rows the best token (-1: none) and its lead; bool, whether a row holds NaN or
-      +inf.
+      [n] each: float32, the best score, 0 where none is left; float32, the logarithm of the sum of
+      exp((score - best) / temperature), inf where none is left, 0 in greedy rows; int32 and float32, of greedy rows the
+      best token (-1: none) and its lead; bool, whether a row holds NaN or +inf.
     """
     index = _check_entries("laws", scores, index, vocab_size, temperature=temperature, cut=cut)
-    shape, kinds = index.shape, (jnp.float32, jnp.int32, jnp.float32, jnp.bool_)
+    shape, kinds = index.shape, (jnp.float32, jnp.float32, jnp.int32, jnp.float32, jnp.bool_)
     results = [jax.ShapeDtypeStruct(shape, kind) for kind in kinds]
     call = jax.ffi.ffi_call("spec_jax_laws", results, vmap_method="sequential")
     return tuple(call(scores, index, temperature, cut, size=np.int64(vocab_size)))

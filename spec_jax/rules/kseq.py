@@ -111,13 +111,16 @@ def kseq_rule(laws: Laws, tree: Tree) -> Verification:
             count,
         )
 
+        def without_child(left, token):  # a child that was chosen deterministically is a law of its own
+            return after_refusal(left, jax.nn.one_hot(token, left.shape[0], dtype=left.dtype), token, False)[0]
+
         def judge(carry):
             node, _, left = carry
             token = tree.tokens[row, node]
             drawn_from, inside = siblings.law_of(token), jnp.clip(token, 0, p.shape[0] - 1)
             passed = acceptance_probability(left[inside], rho * drawn_from[inside])
             passed = tree.known[row, node] & (laws.uniform(row, node) < passed)
-            left = jnp.where(one_hot & ~passed, after_refusal(left, drawn_from, token, False)[0], left)
+            left = cond(one_hot & ~passed, without_child, lambda left, *_: left, left, token)
             return jnp.where(passed, node, children.following[row, node]), passed, left
 
         start = jnp.where(law.broken, NONE, children.first[row, column]), jnp.bool_(False), p

@@ -157,7 +157,7 @@ def test_all_layers_are_the_oracle():
         assert result.stats.num_steps == 3 * 4
 
 
-@pytest.mark.parametrize("layers", [(0,), (1,)])
+@pytest.mark.parametrize("layers", [(0,), pytest.param((1,), marks=pytest.mark.slow)])
 def test_after_every_round_the_cache_is_that_of_plain_decoding(layers):
     model, drafter = tiny.tiny(), LayerSkipDrafter(K, layers)
     plain = tiny.decoder_of(model, tiny.plain_drafter(), 3)

@@ -44,6 +44,7 @@ def state_of(batch, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
 
 _laws = jax.jit(cpu.laws, static_argnums=4)
 _choice = jax.jit(cpu.choice, static_argnums=5)
+_choose = jax.jit(choose_tokens, static_argnums=3)
 _cuts = jax.jit(cpu.cuts, static_argnums=6)
 
 
@@ -64,7 +65,9 @@ def test_the_sum_of_a_law_is_numpys(size, temperature):
     scores = rows_of(size)
     cut = np.float32([-np.inf, -np.inf, 0, 0.5, 1.0, -np.inf])
     index = np.arange(6, dtype=np.int32)
-    total, best, lead, broken = _laws(scores, index, np.full(6, temperature, np.float32), cut, size)
+    peak, total, best, lead, broken = _laws(scores, index, np.full(6, temperature, np.float32), cut, size)
+    np.testing.assert_array_equal(peak, scores.max(1))
+    total = np.asarray(peak, np.float64) / temperature + np.asarray(total)
     kept = np.where(scores >= cut[:, None], scores.astype(np.float64) / temperature, -np.inf)
     np.testing.assert_allclose(total, np.log(np.exp(kept).sum(1)), rtol=1e-6, atol=2e-6)
     assert not np.asarray(broken).any()
@@ -74,7 +77,7 @@ def test_the_sum_of_a_law_is_numpys(size, temperature):
 @pytest.mark.parametrize("size", [50, 257, 3000])
 def test_cuts_equal_the_sorting_reference(size, options):
     defaults = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    for temperature in (0.3, 1.0, 1.7):
+    for temperature in (0.3, 1.0, 1.7, 300.0):
         for spread in (0.1, 4.0):
             scores = rows_of(size, spread=spread)
             cut = everything(scores, temperature, **options)[0]
@@ -91,6 +94,53 @@ def test_ties_at_a_cut_are_all_kept():
     assert everything(flat, top_p=0.3)[0] == 0.0
 
 
+def test_cuts_among_many_equal_scores_and_very_different_ones():
+    rng = np.random.default_rng(0)
+    few = rng.integers(0, 3, (1, 20_000)).astype(np.float32)
+    shares = [np.mean(few >= level) for level in (0, 1, 2)]
+    for k in (1, 5000, 19_000):
+        assert everything(few, top_k=k)[0] == max(level for level in (0, 1, 2) if shares[level] * few.size >= k)
+    for share in (0.1, 0.7, 0.95):
+        masses = [np.exp(few[few >= level]).sum() / np.exp(few).sum() for level in (0, 1, 2)]
+        assert everything(few, top_p=share)[0] == max(level for level in (0, 1, 2) if masses[level] >= share)
+    far = np.linspace(-3.3e38, 3.3e38, 5000, dtype=np.float32)[None]
+    for k in (1, 10, 2500, 4999):
+        assert everything(far, top_k=k)[0] == far[0, -k]
+    assert everything(far, top_p=0.5)[0] == far[0, -1]
+    near = np.nextafter(np.float32(1), np.float32(2)) * np.ones((1, 5000), np.float32)
+    near[0, ::2] = 1
+    assert everything(near, top_k=2000)[0] == near.max() and everything(near, top_k=2600)[0] == 1
+    assert everything(near, top_p=0.4)[0] == near.max() and everything(near, top_p=0.6)[0] == 1
+
+
+@pytest.mark.parametrize("scale", [1.0, 100.0, 3e38])
+def test_finite_scores_are_never_broken(scale):
+    """Also where a quotient by the temperature, or a difference, would overflow."""
+    scores = np.float32([[1, 1, -1, 0, 0.99], [-1, -1, -1, -1, -1]]) * np.float32(scale)
+    for temperature in (1e-30, 0.3, 1.0, 1e30):
+        _, _, total, _, _, broken, token, gap = everything(scores, temperature)
+        assert not broken.any() and np.isfinite(total).all() and np.isfinite(gap).all() and (token >= 0).all()
+
+
+@pytest.mark.parametrize("by_kernels", [True, False])
+def test_equal_scores_share_the_law_at_every_temperature(by_kernels):
+    scores = np.broadcast_to(np.float32([19.3, 19.3, 4, 19.3]), (3000, 1, 4))
+    for temperature in (1.0, 1e-4, 1e-7, 1e-30):
+        state = state_of(3000, temperature).with_kernels(by_kernels)
+        tokens, _ = _choose(scores, jnp.ones((3000, 1), jnp.int32), state, 4)
+        counts = np.bincount(np.asarray(tokens)[:, 0], minlength=4)
+        assert abs(counts[[0, 1, 3]] - 1000).max() < 130 and counts[2] < 20
+
+
+def test_rows_of_bfloat16_and_rows_shorter_than_the_vocabulary_are_chosen_from_too():
+    """As a drafter of one's own may hand them over."""
+    scores = jnp.asarray(rows_of(40)[:, None], jnp.bfloat16)
+    state, ones = state_of(6, 0.7, top_k=8), jnp.ones((6, 1), jnp.int32)
+    want, _ = _choose(scores, ones, state, 50)
+    got, _ = _choose(scores, ones, state.with_kernels(True), 50)
+    np.testing.assert_array_equal(got, want)
+
+
 @pytest.mark.parametrize("options", [{}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}], ids=str)
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.5])
 @pytest.mark.parametrize("size", SIZES)
@@ -99,9 +149,8 @@ def test_a_choice_is_the_one_that_jax_makes(size, temperature, options):
     scores = rows_of(size, count=24)[:, None]
     state = state_of(24, temperature, **options)
     positions = jnp.arange(24)[:, None] * 7
-    choose = jax.jit(choose_tokens, static_argnums=3)
-    want, want_gap = choose(scores, positions, state, size)
-    got, gap = choose(scores, positions, state.with_kernels(True), size)
+    want, want_gap = _choose(scores, positions, state, size)
+    got, gap = _choose(scores, positions, state.with_kernels(True), size)
     clear = np.asarray(want_gap) > 1e-4
     assert clear.mean() > 0.9
     np.testing.assert_array_equal(np.asarray(got)[clear], np.asarray(want)[clear])
@@ -124,7 +173,7 @@ def test_greedy_choices_are_the_first_of_the_largest_and_lead_the_next():
     for size in SIZES:
         scores = np.round(rows_of(size, count=10) * 2)  # many ties
         want, lead = jax.vmap(best_token)(scores)
-        _, total, best, gap, broken, token, token_gap = everything(scores, 0.0, top_k=1, top_p=0.1)
+        _, _, total, best, gap, broken, token, token_gap = everything(scores, 0.0, top_k=1, top_p=0.1)
         for found, found_gap in ((best, gap), (token, token_gap)):
             np.testing.assert_array_equal(found, want)
             np.testing.assert_array_equal(found_gap, lead)
@@ -146,13 +195,14 @@ def test_bits_depend_on_the_row_alone():
 def test_rows_without_a_token_and_broken_rows(temperature):
     scores = rows_of(300)
     scores[0], scores[1, 7], scores[2, 299], scores[3, 0] = -np.inf, np.nan, np.inf, -np.nan
-    _, total, best, _, broken, token, gap = everything(scores, temperature)
+    _, _, total, best, _, broken, token, gap = everything(scores, temperature)
     assert broken.tolist() == [False, True, True, True, False, False]
     assert token[:4].tolist() == [-1, 0, 0, 0] and (token[4:] >= 0).all()
     assert gap[0] == np.inf and np.isnan(gap[1:4]).all()
     assert total[0] == np.inf if temperature else best[0] == -1
-    for options in FILTERS:
-        _, _, _, _, broken, token, _ = everything(scores, temperature, **options)
+    scores[3, 1:] = np.nan
+    for options in (*FILTERS, {"top_k": 299}, {"top_k": 299, "top_p": 0.5}):
+        *_, broken, token, _ = everything(scores, temperature, **options)
         assert broken.tolist() == [False, True, True, True, False, False] and token[:4].tolist() == [-1, 0, 0, 0]
 
 
@@ -169,7 +219,7 @@ def test_what_lies_beyond_the_vocabulary_is_not_read():
 
 def test_rows_that_are_not_there_are_none():
     scores = rows_of(20)
-    _, total, _, _, broken, token, gap = everything(scores, index=[6, 100, -1, 0])
+    _, _, total, _, _, broken, token, gap = everything(scores, index=[6, 100, -1, 0])
     assert token[:3].tolist() == [-1] * 3 and token[3] >= 0 and np.isinf(gap[:3]).all()
     assert not total[:3].any() and not broken.any()
 

@@ -130,36 +130,32 @@ struct Entries {
 
   const float* row(int64_t i) const { return scores + index[i] * stride; }
 
-  // The best of score(scores, first id), kLanes at a time, and whether the row holds NaN or +inf, from which no token can
-  // be chosen.
-  template <typename Score>
-  Best best(int64_t i, std::vector<float>& tops, bool& broken, const Score& score) const {
+  // The best score of a row, and whether the row holds NaN or +inf, from which no token can be chosen.
+  Best best(int64_t i, std::vector<float>& tops, bool& broken) const {
     const float* from = row(i);
     Ints bad = {};
     const Vec infinity = splat(INFINITY);
     const Best found = best_of(size, tops, [&](int64_t at) __attribute__((always_inline)) {
       const Vec x = scores_at(from, at, size);
       bad |= ~(x < infinity);
-      return score(x, at);
+      return x;
     });
     broken = any(bad);
     return found;
   }
-  Best best(int64_t i, std::vector<float>& tops, bool& broken) const {
-    return best(i, tops, broken, [](Vec x, int64_t) __attribute__((always_inline)) { return x; });
-  }
 };
 
-// The law of every entry: the logarithm of the sum of exp(score / temperature) over the scores that are left, or of
-// greedy entries the choice and its lead.
+// The law of every entry: the best score and the logarithm of the sum of exp((score - best) / temperature) over the
+// scores that are left, or of greedy entries the choice and its lead.
 ffi::Error Laws_(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> scores, ffi::Buffer<ffi::S32> index,
                  ffi::Buffer<ffi::F32> temperature, ffi::Buffer<ffi::F32> cut, int64_t size,
-                 ffi::Result<ffi::Buffer<ffi::F32>> total, ffi::Result<ffi::Buffer<ffi::S32>> token,
-                 ffi::Result<ffi::Buffer<ffi::F32>> lead, ffi::Result<ffi::Buffer<ffi::PRED>> broken) {
+                 ffi::Result<ffi::Buffer<ffi::F32>> peak, ffi::Result<ffi::Buffer<ffi::F32>> total,
+                 ffi::Result<ffi::Buffer<ffi::S32>> token, ffi::Result<ffi::Buffer<ffi::F32>> lead,
+                 ffi::Result<ffi::Buffer<ffi::PRED>> broken) {
   const Entries e{scores.typed_data(), scores.dimensions()[1], size,
                   index.typed_data(),  temperature.typed_data(), cut.typed_data()};
   parallel(pool, index.element_count(), [&](int64_t i) {
-    total->typed_data()[i] = 0, lead->typed_data()[i] = INFINITY;
+    peak->typed_data()[i] = 0, total->typed_data()[i] = 0, lead->typed_data()[i] = INFINITY;
     token->typed_data()[i] = -1, broken->typed_data()[i] = false;
     if (e.index[i] < 0) return;
     std::vector<float> tops;
@@ -170,11 +166,11 @@ ffi::Error Laws_(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> scores, ffi::Buffer
     }
     const float* from = e.row(i);
     const float scale = 1 / e.temperature[i];
-    const Vec peak = splat(best.peak), floor = splat(e.cut[i]);
+    const Vec top = splat(best.peak), floor = splat(e.cut[i]);
     Vec sums[4] = {};  // four chains of additions side by side; the order is the same for every row
     auto mass = [&](int64_t at) __attribute__((always_inline)) {
       const Vec x = scores_at(from, at, size);
-      return x >= floor ? exp_negative((x - peak) * scale) : Vec{};
+      return x >= floor ? exp_negative((x - top) * scale) : Vec{};
     };
     int64_t at = 0;
     for (; at + 4 * kLanes <= size; at += 4 * kLanes) {
@@ -184,14 +180,16 @@ ffi::Error Laws_(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> scores, ffi::Buffer
     const Vec four = (sums[0] + sums[1]) + (sums[2] + sums[3]);
     double sum = 0;
     for (int lane = 0; lane < kLanes; ++lane) sum += four[lane];
-    total->typed_data()[i] =
-        best.peak == -INFINITY ? INFINITY : best.peak / e.temperature[i] + static_cast<float>(std::log(sum));
+    const bool none = best.peak == -INFINITY;
+    peak->typed_data()[i] = none ? 0 : best.peak;
+    total->typed_data()[i] = none ? INFINITY : static_cast<float>(std::log(sum));
   });
   return ffi::Error::Success();
 }
 
-// The token of every entry: the best score, or the best of score / temperature + noise among those that are left. -1
-// where none is; 0 with a lead of NaN where the row is broken.
+// The token of every entry: the best score, or the best of (score - best) / temperature + noise among those that are
+// left. -1 where none is; 0 with a lead of NaN where the row is broken. Without the subtraction a low temperature would
+// leave no digits for the noise.
 ffi::Error Choice_(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> scores, ffi::Buffer<ffi::S32> index,
                    ffi::Buffer<ffi::F32> temperature, ffi::Buffer<ffi::F32> cut, ffi::Buffer<ffi::U32> keys,
                    int64_t size, ffi::Result<ffi::Buffer<ffi::S32>> token, ffi::Result<ffi::Buffer<ffi::F32>> lead) {
@@ -202,17 +200,17 @@ ffi::Error Choice_(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> scores, ffi::Buff
     if (e.index[i] < 0) return;
     std::vector<float> tops;
     bool broken;
-    Best best;
-    if (e.temperature[i] > 0) {
+    Best best = e.best(i, tops, broken);
+    if (e.temperature[i] > 0 && !broken && best.token >= 0) {
+      const float* from = e.row(i);
       const uint32_t* key = keys.typed_data() + 2 * i;
-      const Vec floor = splat(e.cut[i]), warmth = splat(e.temperature[i]);
-      best = e.best(i, tops, broken, [&](Vec x, int64_t at) __attribute__((always_inline)) {
-        const Vec noisy = x / warmth + gumbel(key[0], key[1], static_cast<uint32_t>(at));
+      const Vec floor = splat(e.cut[i]), peak = splat(best.peak), warmth = splat(e.temperature[i]);
+      best = best_of(size, tops, [&](int64_t at) __attribute__((always_inline)) {
+        const Vec x = scores_at(from, at, size);
+        const Vec noisy = (x - peak) / warmth + gumbel(key[0], key[1], static_cast<uint32_t>(at));
         return x >= floor ? noisy : splat(-INFINITY);
       });
       best.lead *= e.temperature[i];
-    } else {
-      best = e.best(i, tops, broken);
     }
     token->typed_data()[i] = broken ? 0 : static_cast<int32_t>(best.token);
     lead->typed_data()[i] = broken ? NAN : best.lead;

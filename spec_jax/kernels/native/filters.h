@@ -23,88 +23,44 @@ void scores_between(const float* scores, int64_t size, float low, float beyond, 
   }
 }
 
-// The k-th best score, 1 <= k <= size. `tops` are the best scores of blocks of ids.
-float kth_best(const float* scores, int64_t size, int64_t k, std::vector<float> tops) {
-  std::vector<float> found;
-  float bound = -INFINITY;
-  if (k <= static_cast<int64_t>(tops.size())) {  // as many blocks hold a score at least as good as this one
-    std::nth_element(tops.begin(), tops.begin() + (k - 1), tops.end(), std::greater<float>());
-    bound = tops[k - 1];
+// Adds up what step(first id, sums) adds to kCount sums of vectors: in float32 within a block of ids, in float64 over
+// blocks.
+template <int kCount, typename Step>
+inline void add_up(int64_t size, double* sums, const Step& step) {
+  typedef double Wide __attribute__((vector_size(kLanes * 8)));
+  Wide wide[kCount] = {};
+  for (int64_t begin = 0; begin < size; begin += kIds) {
+    Vec sum[kCount] = {};
+    const int64_t end = std::min(size, begin + kIds);
+    for (int64_t at = begin; at < end; at += kLanes) step(at, sum);
+    for (int i = 0; i < kCount; ++i) wide[i] += __builtin_convertvector(sum[i], Wide);
   }
-  scores_between(scores, size, bound, INFINITY, [&](float score, int64_t) { found.push_back(score); });
-  std::nth_element(found.begin(), found.begin() + (k - 1), found.end(), std::greater<float>());
-  return found[k - 1];
+  for (int i = 0; i < kCount; ++i) {
+    sums[i] = 0;
+    for (int lane = 0; lane < kLanes; ++lane) sums[i] += wide[i][lane];
+  }
 }
 
-// One row's masses exp((score - peak) / temperature) of the scores from `low` on, and their sums.
-struct Masses {
-  const float* scores;
-  int64_t size;
-  std::vector<float>& values;
-  double total = 0;
-
-  Masses(const float* scores, int64_t size, float peak, float low, float temperature)
-      : scores(scores), size(size), values(scratch()) {
-    values.resize(size + kLanes);
-    const float scale = 1 / temperature;
-    const Vec top = splat(peak), floor = splat(low);
-    double sums[1];
-    add<1>(sums, [&](int64_t at, Vec* sum) __attribute__((always_inline)) {
-      const Vec x = scores_at(scores, at, size), mass = x >= floor ? exp_negative((x - top) * scale) : Vec{};
-      store(values.data() + at, mass);
-      sum[0] += mass;
-    });
-    total = sums[0];
-  }
-
-  // What the scores that are at least as large as each of the thresholds hold together.
-  template <int kCount>
-  void above(const float* thresholds, double* sums) const {
-    add<kCount>(sums, [&](int64_t at, Vec* sum) __attribute__((always_inline)) {
-      const Vec x = scores_at(scores, at, size), mass = load(values.data() + at);
-      UNROLL for (int i = 0; i < kCount; ++i) sum[i] += x >= splat(thresholds[i]) ? mass : Vec{};
-    });
-  }
-
- private:
-  // Memory of its size costs more to get and give back than the masses cost to compute.
-  static std::vector<float>& scratch() {
-    static thread_local std::vector<float> values;
-    return values;
-  }
-
-  // Adds up what step(first id, sums) adds to sums of vectors: in float32 within a block of ids, in float64 over blocks.
-  template <int kCount, typename Step>
-  void add(double* sums, const Step& step) const {
-    typedef double Wide __attribute__((vector_size(kLanes * 8)));
-    Wide wide[kCount] = {};
-    for (int64_t begin = 0; begin < size; begin += kIds) {
-      Vec sum[kCount] = {};
-      const int64_t end = std::min(size, begin + kIds);
-      for (int64_t at = begin; at < end; at += kLanes) step(at, sum);
-      for (int i = 0; i < kCount; ++i) wide[i] += __builtin_convertvector(sum[i], Wide);
-    }
-    for (int i = 0; i < kCount; ++i) {
-      sums[i] = 0;
-      for (int lane = 0; lane < kLanes; ++lane) sums[i] += wide[i][lane];
-    }
-  }
-};
-
-// The largest of the scores from `low` on for which those that are at least as large hold `share` of their mass; `low`
-// where rounding leaves none.
-float nucleus(const float* scores, int64_t size, float peak, float low, float temperature, double share) {
-  const Masses masses(scores, size, peak, low, temperature);
-  const double goal = share * masses.total;
-  // Between two thresholds the mass passes the goal. Nine times closer a pass, three passes, and few scores lie there.
-  constexpr int kCount = 8;
-  float least = std::max(low, peak - 88 * temperature), high = peak, beyond = INFINITY;
-  double above = 0;  // mass of the scores from `beyond` on
-  for (int pass = 0; pass < 3; ++pass) {
+// The largest score s in [least, peak] for which the weights of the scores that are at least as large as s reach the
+// goal; -inf where they do not. weight(first id) are kLanes weights, which are not negative.
+template <typename Weight>
+float reaching(const float* scores, int64_t size, float least, float peak, double goal, const Weight& weight) {
+  constexpr int kCount = 8;         // thresholds of a pass: the range becomes nine times smaller
+  constexpr size_t kEnough = 1024;  // scores that are few enough to be sorted
+  float high = peak, beyond = INFINITY;
+  double above = 0;  // weights of the scores from `beyond` on
+  std::vector<std::pair<float, float>> found;  // scores and weights
+  for (;;) {
     float thresholds[kCount];
     double sums[kCount];
-    for (int i = 0; i < kCount; ++i) thresholds[i] = least + (high - least) * (i + 1) / (kCount + 1);
-    masses.above<kCount>(thresholds, sums);
+    for (int i = 0; i < kCount; ++i) thresholds[i] = least + (high - least) / (kCount + 1) * (i + 1);
+    // In halves, so that nothing overflows where scores differ by more than a float holds.
+    if (!(high - least < INFINITY)) std::fill_n(thresholds, kCount, least / 2 + high / 2);
+    add_up<kCount>(size, sums, [&](int64_t at, Vec* sum) __attribute__((always_inline)) {
+      const Vec x = scores_at(scores, at, size), w = weight(at);
+      UNROLL for (int i = 0; i < kCount; ++i) sum[i] += x >= splat(thresholds[i]) ? w : Vec{};
+    });
+    const float before = least, until = high;
     for (int i = 0; i < kCount; ++i) {  // ascending
       if (sums[i] >= goal) {
         least = thresholds[i];
@@ -113,17 +69,68 @@ float nucleus(const float* scores, int64_t size, float peak, float low, float te
         break;
       }
     }
+    found.clear();
+    scores_between(scores, size, least, beyond, [&](float score, int64_t id) {
+      if (found.size() <= kEnough) found.emplace_back(score, weight(id / kLanes * kLanes)[id % kLanes]);
+    });
+    if (found.size() <= kEnough) break;
+    if (least == before && high == until) {  // nothing lies between: equal scores, or those of the peak and just below
+      double more = 0;
+      add_up<1>(size, &more, [&](int64_t at, Vec* sum) __attribute__((always_inline)) {
+        const Vec x = scores_at(scores, at, size);
+        sum[0] += (x > splat(least)) & (x < splat(beyond)) ? weight(at) : Vec{};
+      });
+      return above + more >= goal ? high : least;
+    }
   }
-  std::vector<std::pair<float, float>> found;  // scores and masses
-  scores_between(scores, size, least, beyond, [&](float score, int64_t id) {
-    found.emplace_back(score, masses.values[id]);
-  });
   std::sort(found.begin(), found.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
-  for (const auto& [score, mass] : found) {
-    above += mass;
+  for (const auto& [score, w] : found) {
+    above += w;
     if (above >= goal) return score;
   }
-  return low;
+  return -INFINITY;
+}
+
+// The k-th best score, k >= 1, or -inf where there are fewer (a row with NaN in it). `tops` are the best scores of blocks
+// of ids, `least` the least score that counts.
+float kth_best(const float* scores, int64_t size, int64_t k, float least, float peak, std::vector<float> tops) {
+  if (k <= static_cast<int64_t>(tops.size())) {  // as many blocks hold a score at least as good as this one
+    std::nth_element(tops.begin(), tops.begin() + (k - 1), tops.end(), std::greater<float>());
+    least = std::max(least, tops[k - 1]);
+  }
+  const Vec one = splat(1.0f);
+  return reaching(scores, size, least, peak, static_cast<double>(k), [&](int64_t) { return one; });
+}
+
+// The largest of the scores from `low` on for which those that are at least as large hold `share` of their mass; -inf
+// where rounding leaves none.
+float nucleus(const float* scores, int64_t size, float low, float peak, float temperature, double share) {
+  // Memory of this size costs more to get and give back than the masses cost to compute.
+  static thread_local std::vector<float> masses;
+  masses.resize(size + kLanes);
+  const float scale = 1 / temperature;
+  const Vec top = splat(peak), floor = splat(low);
+  double total = 0;
+  add_up<1>(size, &total, [&](int64_t at, Vec* sum) __attribute__((always_inline)) {
+    const Vec x = scores_at(scores, at, size), mass = x >= floor ? exp_negative((x - top) * scale) : Vec{};
+    store(masses.data() + at, mass);
+    sum[0] += mass;
+  });
+  // Beyond 88 the masses are zero.
+  return reaching(scores, size, std::max(low, peak - 88 * temperature), peak, share * total,
+                  [&](int64_t at) __attribute__((always_inline)) { return load(masses.data() + at); });
+}
+
+// The least of the scores of a row that are numbers.
+inline float least_of(const float* scores, int64_t size) {
+  Vec least = splat(INFINITY);
+  for (int64_t at = 0; at < size; at += kLanes) {
+    const Vec x = scores_at(scores, at, size);
+    least = (x < least) & (x > splat(-INFINITY)) ? x : least;
+  }
+  float out = least[0];
+  for (int i = 1; i < kLanes; ++i) out = std::min(out, least[i]);
+  return out;
 }
 
 ffi::Error Cuts_(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> scores, ffi::Buffer<ffi::S32> index,
@@ -139,10 +146,11 @@ ffi::Error Cuts_(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> scores, ffi::Buffer
     const float peak = best_of(size, tops, [&](int64_t at) { return scores_at(from, at, size); }).peak;
     if (!(std::abs(peak) < INFINITY)) return;  // nothing to choose from, or broken
     low = std::min(peak, peak + warmth * std::log(min_p.typed_data()[i]));
+    const float least = least_of(from, size);  // where the search begins, however little is cut
     const int64_t k = top_k.typed_data()[i];
-    if (k > 0 && k < size) low = std::max(low, kth_best(from, size, k, tops));
+    if (k > 0 && k < size) low = std::max(low, kth_best(from, size, k, least, peak, tops));
     if (top_p.typed_data()[i] < 1) {
-      low = std::max(low, nucleus(from, size, peak, low, warmth, top_p.typed_data()[i]));
+      low = std::max(low, nucleus(from, size, std::max(low, least), peak, warmth, top_p.typed_data()[i]));
     }
   });
   return ffi::Error::Success();

@@ -86,6 +86,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(SpecJaxLaws, Laws_,
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Attr<int64_t>("size")
                                   .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::PRED>>());
