@@ -47,7 +47,7 @@ TREE = {"speculative_token_tree": [[0], [1], [0, 0], [1, 0]]}
         pytest.param("standard", {"num_speculative_tokens": 3}, marks=pytest.mark.slow),
         pytest.param("block", {"num_speculative_tokens": 3}, marks=pytest.mark.slow),
         pytest.param("recursive", TREE, marks=pytest.mark.slow),
-        ("traversal", TREE),
+        pytest.param("traversal", TREE, marks=pytest.mark.slow),
         pytest.param("kseq", TREE | {"draft_with_replacement": True}, marks=pytest.mark.slow),
     ],
 )
