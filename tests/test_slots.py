@@ -56,7 +56,9 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("method", ["plain", *(pytest.param(name, marks=pytest.mark.slow) for name in ("draft_model", "ngram"))])
+@pytest.mark.parametrize(
+    "method", ["plain", *(pytest.param(name, marks=pytest.mark.slow) for name in ("draft_model", "ngram"))]
+)
 def test_a_request_in_a_used_slot_is_the_request_alone(method):
     """More prompts than slots: order, text, reasons and log-probs are those of each prompt by itself."""
     prompts, params = requests()

@@ -350,3 +350,15 @@ class ToyTokenizer:
 def with_text(model: Model, eos: tuple[int, ...] = ()) -> Model:
     """The model with a toy tokenizer and these end-of-text ids."""
     return dataclasses.replace(model, tokenizer=ToyTokenizer(model.vocab_size), eos_token_ids=eos)
+
+
+def replay(prompt, output, propose):
+    """Drafts, draft tokens and accepted tokens of a greedy run that ended in `output`; propose(text) is the drafter."""
+    text, left = list(prompt), list(output)
+    drafts = drafted = accepted = 0
+    while left:
+        proposal = propose(text)[: len(left) - 1]
+        n = next((i for i, t in enumerate(proposal) if t != left[i]), len(proposal))
+        drafts, drafted, accepted = drafts + bool(proposal), drafted + len(proposal), accepted + n
+        text, left = text + left[: n + 1], left[n + 1 :]
+    return drafts, drafted, accepted

@@ -115,18 +115,6 @@ def test_awkward_prompts_decode_like_plain(prompts):
     result = generate(model, prompts, {"method": "ngram", "num_speculative_tokens": 4}, sampling)
     assert [s.token_ids for s in result.sequences] == tiny.plain(model, prompts, sampling)
     for prompt, sequence in zip(prompts, result.sequences, strict=True):
-        drafts, drafted, accepted = replay(prompt, sequence.token_ids, 4)
+        drafts, drafted, accepted = tiny.replay(prompt, sequence.token_ids, lambda text: reference(text, 4, 3, 1))
         stats = sequence.stats
         assert (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens) == (drafts, drafted, accepted)
-
-
-def replay(prompt, output, k):
-    """Drafts, draft tokens and accepted tokens of a greedy run that ended in `output`, by the plain reference."""
-    text, left = list(prompt), list(output)
-    drafts = drafted = accepted = 0
-    while left:
-        proposal = reference(text, k, 3, 1)[: len(left) - 1]
-        n = next((i for i, t in enumerate(proposal) if t != left[i]), len(proposal))
-        drafts, drafted, accepted = drafts + bool(proposal), drafted + len(proposal), accepted + n
-        text, left = text + left[: n + 1], left[n + 1 :]
-    return drafts, drafted, accepted

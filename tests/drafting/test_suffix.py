@@ -114,25 +114,13 @@ def test_what_stands_behind_the_text_never_matters(fill):
     assert [draft for _, draft in proposals(texts, 4, fill=fill)] == [reference(t, 4)[1] for t in texts]
 
 
-def replay(prompt, output, k):
-    """Drafts, draft tokens and accepted tokens of a greedy run that ended in `output`, by the plain reference."""
-    text, left = list(prompt), list(output)
-    drafts = drafted = accepted = 0
-    while left:
-        proposal = reference(text, k)[1][: len(left) - 1]
-        n = next((i for i, t in enumerate(proposal) if t != left[i]), len(proposal))
-        drafts, drafted, accepted = drafts + bool(proposal), drafted + len(proposal), accepted + n
-        text, left = text + left[: n + 1], left[n + 1 :]
-    return drafts, drafted, accepted
-
-
 @pytest.mark.parametrize("prompts", [[[7], [7, 8], [5] * 12], [[0, 9, 0, 9], [4, 5, 6, 7] * 4, [1, 2, 3]]], ids=str)
 def test_text_is_plain_decodings_and_every_step_drafts_what_the_trie_says(prompts):
     model, sampling = tiny.tiny(), {"max_tokens": 40}
     result = generate(model, prompts, {"method": "suffix", "num_speculative_tokens": 6}, sampling)
     assert [s.token_ids for s in result.sequences] == tiny.plain(model, prompts, sampling)
     for prompt, sequence in zip(prompts, result.sequences, strict=True):
-        drafts, drafted, accepted = replay(prompt, sequence.token_ids, 6)
+        drafts, drafted, accepted = tiny.replay(prompt, sequence.token_ids, lambda text: reference(text, 6)[1])
         stats = sequence.stats
         assert (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens) == (drafts, drafted, accepted)
     assert result.stats.num_accepted_tokens > 0
