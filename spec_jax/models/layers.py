@@ -81,6 +81,9 @@ def _pad_rows(x: jax.Array, count: int) -> jax.Array:
 
 def linear(x: jax.Array, weight: jax.Array, rows: RowBlocks, bias: jax.Array | None = None) -> jax.Array:
     """x [rows, in] times weight [in, out] (plus bias), in x's dtype with float32 accumulation."""
+    if rows.canonical and weight.shape[1] == 1:  # XLA rounds a product with a vector differently inside a loop
+        wide = None if bias is None else jnp.pad(bias, (0, 1))
+        return linear(x, jnp.pad(weight, ((0, 0), (0, 1))), rows, wide)[:, :1]
 
     def product(x):
         y = jnp.einsum("ri,io->ro", x, weight, preferred_element_type=jnp.float32, precision=precision(x))
@@ -128,6 +131,8 @@ def unembed(
     """
     if rows.independent:
         return cpu.product(x, weight, vocab_size, active, dtype=jnp.float32)
+    if rows.canonical and weight.shape[0] == 1:  # see `linear`
+        return unembed(x, jnp.pad(weight, ((0, 1), (0, 0))), rows)[:, :1]
 
     def product(x):
         return jnp.einsum("re,ve->rv", x, weight, preferred_element_type=jnp.float32, precision=precision(x))
