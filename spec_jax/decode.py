@@ -241,7 +241,10 @@ class Decoder:
         needed = jnp.where(active, jnp.arange(self.width), 0).max()
         index = sum((needed >= width).astype(jnp.int32) for width in widths[:-1]) if len(widths) > 1 else 0
         out = narrow(self.width)() if len(widths) == 1 else lax.switch(index, [narrow(w) for w in widths])
-        return flight, ForwardOutput(*lax.optimization_barrier((out.logits, out.features, out.cache)))
+        # Flat logits, as the head made them and as choosing reads them: around a barrier XLA copies another shape.
+        shape, flat = out.logits.shape, out.logits.reshape(-1, out.logits.shape[-1])
+        flat, features, cache = lax.optimization_barrier((flat, out.features, out.cache))
+        return flight, ForwardOutput(flat.reshape(shape), features, cache)
 
     def verify(
         self, state: DecodeState, draft: Draft, flight: jax.Array, logits: jax.Array, committed: Committed | None

@@ -247,15 +247,17 @@ def read_logprobs(
       tokens: int32 [batch, width].
     """
     batch, width = tokens.shape
+    count = max(top, 1)  # results without elements cannot be mapped over rows
 
     def look(row, in_flight, logits, token):
         x = mask_padding(logits.astype(jnp.float32), vocab_size)
         total = jax.nn.logsumexp(x)
-        values, ids = lax.top_k(x, top) if top else (jnp.zeros(0), jnp.zeros(0, jnp.int32))
+        values, ids = lax.top_k(x, count)
         rank = 1 + (x > x[token]).sum(dtype=jnp.int32)
         return Logprobs(x[token] - total, rank, ids.astype(jnp.int32), values - total)
 
-    nothing = Logprobs(jnp.float32(0), jnp.int32(0), jnp.zeros(top, jnp.int32), jnp.zeros(top, jnp.float32))
+    nothing = Logprobs(jnp.float32(0), jnp.int32(0), jnp.zeros(count, jnp.int32), jnp.zeros(count, jnp.float32))
     rows, columns = jnp.repeat(jnp.arange(batch), width), path.reshape(-1)
     found = over_rows(look, logits, rows, columns, tokens.reshape(-1), wanted=kept.reshape(-1), nothing=nothing)
+    found = found.replace(top_ids=found.top_ids[:, :top], top=found.top[:, :top])
     return jax.tree.map(lambda x: x.reshape(batch, width, *x.shape[1:]), found)

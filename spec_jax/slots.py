@@ -206,6 +206,8 @@ class Slots:
         self.state = self._run("run", self.decoder, 2, arguments)
         if taken is not None:
             self._times.add(taken, live, self.seconds[2] - before)
+        elif self._times is not None:
+            self._times.rest(self.seconds[2] - before)
         length, finish = jax.device_get((self.state.length, self.state.finish))
         self._length, self._finish = np.array(length), np.array(finish)
         self._stop_at_strings()

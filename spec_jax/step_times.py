@@ -1,7 +1,8 @@
 """What a step costs on this device, measured in the first steps of a call and kept for the calls that follow.
 
 The steps that measure are steps of the text like all others: only their width is ordered instead of chosen, which under
-E2 does not change a token.
+E2 does not change a token. A machine may have been busy just then, so now and then a further round of them is measured,
+and the oldest one is forgotten.
 """
 
 from __future__ import annotations
@@ -16,7 +17,11 @@ from spec_jax.decode import Decoder
 from spec_jax.draft_length import Pace, default_pace
 
 ROUNDS = 5
-"""Measurements of every width, in turns."""
+"""Measurements of every width, in turns, before the policy goes by them."""
+WINDOW = 9
+"""Rounds that count: the latest ones."""
+SHARE = 0.02
+"""The most of the decoding time that goes to further rounds."""
 POLISHES = 4
 KEPT = 64
 
@@ -37,14 +42,16 @@ class StepTimes:
         # Kernels that compute the needed rows take them in groups: halfway between powers of two the slope changes.
         counts = sorted({1, 2, *(k * 2**i for i in range(1, 16) for k in (2, 3))})
         chosen = [n for n in counts if n < nodes + 1] if len(widths) == 1 else widths[:-1]
-        orders = [-1, *chosen, nodes + 1]
-        rounds = range(ROUNDS + 1)  # the first one warms up
-        self._orders = collections.deque((turn, order) for turn in rounds for order in orders)
+        self._round_of = [-1, *chosen, nodes + 1]
+        self._rounds = ROUNDS + 1  # the first one warms up
+        self._orders = collections.deque((turn, order) for turn in range(self._rounds) for order in self._round_of)
         self._seconds: list[tuple[int, int, int, float]] = []  # round, order, live rows, seconds
-        self._fitted: tuple[int, Pace] | None = None  # to how many measurements
+        self._rested = 0.0  # seconds of steps since the last round
+        self._fitted: tuple[Any, Pace] | None = None  # to which measurements
 
     @property
     def done(self) -> bool:
+        """Whether every measurement that is due has been taken."""
         return not self._orders
 
     def take(self) -> tuple[int, int] | None:
@@ -63,13 +70,25 @@ class StepTimes:
         if turn:
             self._seconds.append((turn, order, live, seconds))
 
+    def rest(self, seconds: float) -> None:
+        """Tells of steps that did not measure; where they took long enough, another round is due."""
+        if not self.done or not self._seconds:
+            return
+        self._rested += seconds
+        cost = float(np.mean([s for *_, s in self._seconds])) * len(self._round_of)
+        if self._rested * SHARE < cost:
+            return
+        self._rested, turn, self._rounds = 0.0, self._rounds, self._rounds + 1
+        self._seconds = [found for found in self._seconds if found[0] > turn - WINDOW]
+        self._orders.extend((turn, order) for order in self._round_of)
+
     def pace(self, taken: tuple[int, int] | None = None) -> Pace:
         """What the decoder is told: an order, or what was measured."""
         if taken is not None:
             return default_pace(self.batch, self.nodes).replace(forced=jnp.int32(taken[1]))
-        count = len(self._seconds)
-        if self._fitted is None or self._fitted[0] != count:  # steps of other threads may have come in late
-            self._fitted = count, self._fit()
+        known = len(self._seconds), *self._seconds[-1:]
+        if self._fitted is None or self._fitted[0] != known:  # steps of other threads may have come in late
+            self._fitted = known, self._fit()
         return self._fitted[1]
 
     def _fit(self) -> Pace:

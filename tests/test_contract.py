@@ -160,6 +160,15 @@ def test_plain_decoding_is_the_reference(name):
         assert any(changed) or name in ("none", "logprobs")
 
 
+@pytest.mark.parametrize("config", [None, {"method": "ngram", "num_speculative_tokens": 3}])
+def test_logprobs_0_gives_the_token_alone(config):
+    params = {"max_tokens": 12, "logprobs": 0}
+    alone, beside = (generate(model(), prompts(), config, params | {"logprobs": n}).sequences for n in (0, 1))
+    for a, b in zip(alone, beside, strict=True):
+        assert a.token_ids == b.token_ids
+        assert a.logprobs == [{t: entry[t]} for t, entry in zip(b.token_ids, b.logprobs, strict=True)]
+
+
 def check_logprobs(row, logprobs):
     """Every entry is the log-softmax of the raw logits at its position: of the token, and of the likeliest ids."""
     assert len(row.logprobs) == len(row.token_ids)

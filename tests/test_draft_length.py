@@ -28,6 +28,7 @@ NODES = 4
 def nothing_measured(monkeypatch):
     """Every test measures its own steps, in which drafts are ordered: what is accepted does not hang on the clock."""
     monkeypatch.setattr(step_times, "_known", type(step_times._known)())
+    monkeypatch.setattr(step_times, "SHARE", 0.0)  # no further rounds, whose time a busy machine would choose
 
 
 @functools.partial(jax.jit, static_argnums=(0, 5))
@@ -151,6 +152,22 @@ def test_neither_a_slow_round_nor_a_slow_step_changes_the_step_times(slow):
 def test_step_times_know_a_slope_that_changes_between_powers_of_two():
     pace = measured(lambda order: 1.0 + 0.02 * abs(order) + 0.1 * max(order - 6, 0), nodes=7)
     np.testing.assert_allclose(pace.times[1:7], 1.0 + 0.02 * np.arange(1, 7), rtol=1e-5)
+
+
+def test_further_rounds_take_their_share_of_the_time_and_replace_the_first_ones(monkeypatch):
+    monkeypatch.setattr(step_times, "SHARE", 0.05)
+    times, factor = step_times.StepTimes(3, 1, (4,)), 3.0
+    spent, measuring = 0.0, 0.0
+    for _ in range(4000):
+        if (taken := times.take()) is not None:
+            times.add(taken, 1, factor * EXACT[taken[1]])
+            measuring += factor * EXACT[taken[1]] * (taken[0] > step_times.ROUNDS)
+        else:
+            times.rest(2.0)
+            spent, factor = spent + 2.0, 1.0  # the machine was busy while it measured first
+    assert 0.8 * 0.05 < measuring / spent < 1.2 * 0.05
+    assert len(times._seconds) <= (step_times.WINDOW + 1) * len(EXACT)
+    np.testing.assert_allclose(times.pace().times, measured(lambda order: EXACT[order]).times, rtol=1e-5)
 
 
 def test_threads_share_the_measuring_and_may_come_in_late():

@@ -89,7 +89,7 @@ class Seen:
       count: int32 [batch], the leading rows that are committed (0 for a finished row).
       features: {layer: [batch, rows, embed]} along the accepted path, in the same order.
       logits: float32 [batch, width, vocab] of every row in flight, None for a prefill chunk unless asked for. Rows of
-        nodes that were not verified (beyond the draft's count) mean nothing.
+        nodes that were not verified (beyond the draft's count) hold anything, NaN too; their features are zeros.
       path: int32 [batch, rows], the row in flight that each token came from.
       prefill: whether this is a chunk of the prompt; every row's earlier chunks have been seen.
     """

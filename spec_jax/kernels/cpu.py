@@ -163,7 +163,7 @@ def product(x: jax.Array, weight: jax.Array, outputs: int, active: jax.Array, bi
 
     Args:
       weight: [ceil(outputs / PANEL), inputs, PANEL] in x's dtype.
-      active: bool [rows]; the other rows are not computed and become zeros.
+      active: bool [rows]; the other rows are neither computed nor written, so that they hold anything.
       bias: [outputs] in the result's dtype, or None.
       dtype: of the result; x's by default, or float32.
     """
@@ -182,7 +182,7 @@ def product(x: jax.Array, weight: jax.Array, outputs: int, active: jax.Array, bi
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, active: jax.Array) -> jax.Array:
-    """Root-mean-square norm over the last axis of x [rows, ..., size]; rows that are not `active` become zeros."""
+    """Root-mean-square norm over the last axis of x [rows, ..., size]; rows not `active` hold anything."""
     _require()
     _check("rms_norm", "x", x, x.shape)
     _check("rms_norm", "weight", weight, x.shape[-1:], x.dtype)
@@ -192,7 +192,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float, active: jax.Array) -> 
 
 
 def swiglu(x: jax.Array, active: jax.Array) -> jax.Array:
-    """silu(gate) * up of x [rows, gate and then up], computed in float32; rows that are not `active` become zeros."""
+    """silu(gate) * up of x [rows, gate and then up], computed in float32; rows not `active` hold anything."""
     _require()
     _check("swiglu", "x", x, x.shape)
     _check("swiglu", "active", active, x.shape[:1], bool)
@@ -219,7 +219,7 @@ def attention(
       k, v: [batch, kv_heads, capacity, head_dim].
       start: int32 [batch], committed slots; row w of the flight is written to slot start + w, if within the capacity.
       ancestors: uint32 [batch or 1, width, words], see `kernels.masks.pack_ancestors`.
-      active: bool [batch, width], rows that are written and computed; the others become zeros.
+      active: bool [batch, width], rows that are written and computed; the others hold anything.
       write: bool [batch], sequences that may write to the cache.
 
     Returns:

@@ -102,7 +102,7 @@ def joined_linear(
 ) -> tuple[jax.Array, ...]:
     """`linear` of x with several weights and their biases; a packed model holds them joined into one.
 
-    `active` bool [rows] is for packed models, here as below: their other rows become zeros.
+    `active` bool [rows] is for packed models, here as below: other rows of their results hold anything.
     """
     if not rows.independent:
         return tuple(linear(x, weights[name], rows, weights.get(f"{name}_bias")) for name in names)

@@ -96,8 +96,8 @@ class Llama(nn.Module):
           ancestors: uint32 [batch or 1, width, words].
           rows: the canonical row blocks to run in.
           write: bool [batch], rows that may write to the cache; None: all.
-          active: bool [batch, width], rows whose results are wanted; None: all. The results of the others mean nothing:
-            a packed model does not compute them.
+          active: bool [batch, width], rows whose results are wanted; None: all. A packed model computes no others:
+            there logits hold anything, NaN too, and features are zeros.
           capture: layers whose outputs are returned as features; `FINAL_NORM` for the final norm's output.
           with_logits: False leaves out the head, as prefill does.
         """
@@ -106,7 +106,7 @@ class Llama(nn.Module):
         x, cache, features = self.layers(x, cache, flight, rows, capture=capture)
         normed = self.final_norm(x, rows, flight.active) if with_logits or FINAL_NORM in capture else None
         if FINAL_NORM in capture:
-            features[FINAL_NORM] = normed
+            features[FINAL_NORM] = self._feature(normed, flight)
         logits = self.head(normed, rows, flight.active) if with_logits else None
         return ForwardOutput(logits, features, cache)
 
@@ -144,7 +144,7 @@ class Llama(nn.Module):
             x = lax.optimization_barrier(x)
             x, k[index], v[index] = self._layer(index, x, k[index], v[index], flight, cos, sin, rows)
             if index in capture:
-                features[index] = x
+                features[index] = self._feature(x, flight)
         return lax.optimization_barrier(x), cache.replace(k=tuple(k), v=tuple(v)), features
 
     def final_norm(self, x: jax.Array, rows: RowBlocks, active: jax.Array | None = None) -> jax.Array:
@@ -158,6 +158,10 @@ class Llama(nn.Module):
         weight, vocab = self.weights["embedding" if self.config.tie_embeddings else "lm_head"], self.config.vocab_size
         flat, active = normed.reshape(-1, normed.shape[-1]), _flat_active(normed, active)
         return unembed(flat, weight, self._rows(rows), vocab, active).reshape(*normed.shape[:-1], vocab)
+
+    def _feature(self, x: jax.Array, flight: Flight) -> jax.Array:
+        """x where it was computed, zeros elsewhere: a drafter may put every row of a feature into its state."""
+        return jnp.where(flight.active[..., None], x, 0) if self.packed else x
 
     def _rows(self, rows: RowBlocks) -> RowBlocks:
         """The layout of the weights decides how rows run, before anything else."""

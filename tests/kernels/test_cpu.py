@@ -126,7 +126,6 @@ def test_products_are_right_and_have_the_same_bits_at_every_row_count(shape, dty
         active = np.random.default_rng(count).permutation(MOST) < count
         got = product(without(x, active), weight, active, out=out)
         assert_same_bits(got[active], whole[active], f"{count} rows among others")
-        assert_zeros(got[~active])
 
 
 @pytest.mark.parametrize("dtype, out", KINDS)
@@ -185,7 +184,6 @@ def test_norms_are_right_and_have_the_same_bits_at_every_row_count(inner, size, 
         active = np.random.default_rng(count).permutation(MOST) < count
         got = np.asarray(_norm(without(x, active), weight, 1e-5, active))
         assert_same_bits(got[active], whole[active])
-        assert_zeros(got[~active])
 
 
 def test_norms_of_zeros_are_zeros_and_of_a_nan_are_nan():
@@ -212,7 +210,6 @@ def test_swiglu_is_right_and_has_the_same_bits_at_every_row_count(size, dtype):
         active = np.random.default_rng(count).permutation(MOST) < count
         got = np.asarray(_swiglu(without(x, active), active))
         assert_same_bits(got[active], whole[active])
-        assert_zeros(got[~active])
 
 
 def test_swiglu_far_from_zero_and_of_a_nan():
@@ -382,7 +379,6 @@ def test_only_active_rows_of_writing_sequences_are_written_and_computed():
     got, *cache = f.run(**changed, active=active, write=write)
     want, *whole_cache = f.run()
     written = active & write[:, None]
-    assert_zeros(got[~active])
     assert_same_bits(got[written], want[written])
     for slots, before, after in zip(cache, (f.k, f.v), whole_cache, strict=True):
         expected = before.copy()
@@ -393,8 +389,7 @@ def test_only_active_rows_of_writing_sequences_are_written_and_computed():
 
 def test_where_nothing_is_active_nothing_is_read_or_written():
     f = flight([0, 9], 3, 4, 2, 16)
-    got, k, v = f.run(active=np.zeros((2, 3), bool), q=np.full_like(f.q, np.nan))
-    assert_zeros(got)
+    _, k, v = f.run(active=np.zeros((2, 3), bool), q=np.full_like(f.q, np.nan))
     assert_same_bits(k, f.k)
     assert_same_bits(v, f.v)
 
@@ -583,7 +578,6 @@ def test_rows_that_are_not_wanted_change_no_wanted_logits():
     active = np.arange(6) < np.array([6, 1, 0, 3])[:, None]  # as in a step: the last token and the drafts made
     got, whole = logits_of(twin, tokens, active=active), logits_of(twin, tokens)
     assert_same_bits(got[active], whole[active])
-    assert_zeros(got[~active])
 
 
 def test_the_layout_of_the_weights_decides_how_rows_run():

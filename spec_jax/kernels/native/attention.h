@@ -221,7 +221,11 @@ ffi::Error attention(ffi::ThreadPool& pool, const Shape& s, const T* q, const T*
         if (seen[j / 32] >> (j % 32) & 1) flight.push_back(static_cast<int>(committed + j));
       }
       const int count = committed + static_cast<int>(flight.size());
-      if (!active[row] || count == 0) {
+      if (!active[row]) {
+        leave(to, group * s.head_dim);
+        continue;
+      }
+      if (count == 0) {
         std::memset(to, 0, sizeof(T) * group * s.head_dim);
         continue;
       }

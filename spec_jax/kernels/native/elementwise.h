@@ -16,7 +16,7 @@ ffi::Error norm(ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::Buffer<ffi::PRED> 
     const T* from = static_cast<const T*>(x.untyped_data()) + i * size;
     T* to = static_cast<T*>(y->untyped_data()) + i * size;
     if (!active.typed_data()[i / inner]) {
-      std::memset(to, 0, sizeof(T) * size);
+      leave(to, size);
       continue;
     }
     Vec sums[4] = {};  // four chains of additions side by side; the order is the same for every row
@@ -62,10 +62,7 @@ ffi::Error swiglu(ffi::ThreadPool& pool, ffi::AnyBuffer& x, ffi::Buffer<ffi::PRE
   parallel(pool, x.dimensions()[0], [&](int64_t row) {
     const T* gate = static_cast<const T*>(x.untyped_data()) + row * 2 * size;
     T* to = static_cast<T*>(y->untyped_data()) + row * size;
-    if (!active.typed_data()[row]) {
-      std::memset(to, 0, sizeof(T) * size);
-      return;
-    }
+    if (!active.typed_data()[row]) return leave(to, size);
     for (int64_t k = 0; k < size; k += kLanes) {
       const int count = static_cast<int>(std::min<int64_t>(kLanes, size - k));
       Vec g = {}, up = {};

@@ -2,7 +2,7 @@
 //
 // Every result is computed from its own row alone, in one fixed order, so its bits depend neither on how many rows there
 // are nor on which other rows run: what XLA's products give only at measured row counts (exactness E2) holds here by
-// construction. Rows whose `active` flag is off are not computed at all; their results are zeros.
+// construction. Rows whose `active` flag is off are neither computed nor written.
 
 #include "attention.h"
 #include "choice.h"

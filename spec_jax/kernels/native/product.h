@@ -164,7 +164,7 @@ ffi::Error product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight
   }
   Out* out = static_cast<Out*>(y->untyped_data());
   for (size_t r = 0; r < active.element_count(); ++r) {
-    if (!active.typed_data()[r]) std::memset(out + static_cast<int64_t>(r) * outputs, 0, sizeof(Out) * outputs);
+    if (!active.typed_data()[r]) leave(out + static_cast<int64_t>(r) * outputs, outputs);
   }
   if (rows.empty()) return ffi::Error::Success();
   const Product<In, Out> task{static_cast<const In*>(weight.untyped_data()),
