@@ -12,6 +12,7 @@ _MODULES = {
     "Model": "spec_jax.models.model",
     "SamplingParams": "spec_jax.sampling_params",
     "SpeculativeConfig": "spec_jax.config",
+    "TokenHistory": "spec_jax.history",
     "check_exactness": "spec_jax.exactness",
     "enable_compilation_cache": "spec_jax.compilation",
     "generate": "spec_jax.generation",

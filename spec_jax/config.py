@@ -12,6 +12,7 @@ from typing import Any
 
 from spec_jax import rule_names
 from spec_jax.checks import is_int, is_number, nearest, plain
+from spec_jax.history import TokenHistory
 
 METHODS = ("none", "ngram", "suffix", "draft_model", "layer_skip")
 DYNAMIC_TREES = ("eagle2", "opt_tree")
@@ -69,6 +70,8 @@ class SpeculativeConfig:
       suffix_decoding_max_spec_factor: suffix only: draft tokens per token of the matching suffix, at most. Default 1.
       suffix_decoding_min_token_prob: suffix only: a draft ends where the share of its text in what has followed falls
         below this. Default 0.1.
+      suffix_decoding_use_tree: suffix only: draft the K likeliest texts as a tree instead of one path. Default False.
+      suffix_decoding_history: suffix only: a `TokenHistory` of other texts to draft from too. Default none.
       model: draft_model only: a hub name, a folder, a .gguf file or a loaded `Model`.
       exit_layer: layer_skip only: draft with the first `exit_layer` layers. Default: a third of the layers.
       draft_layers: layer_skip only: draft with these layers instead of a prefix, ascending ids.
@@ -94,6 +97,8 @@ class SpeculativeConfig:
     suffix_decoding_max_tree_depth: int | None = None
     suffix_decoding_max_spec_factor: float | None = None
     suffix_decoding_min_token_prob: float | None = None
+    suffix_decoding_use_tree: bool | None = None
+    suffix_decoding_history: Any = None
     model: Any = None
     exit_layer: int | None = None
     draft_layers: tuple[int, ...] | None = None
@@ -184,6 +189,18 @@ class SpeculativeConfig:
             )
         if not is_number(share) or not 0 <= share <= 1:
             raise ValueError(f"suffix_decoding_min_token_prob={share!r} must be a number from 0 to 1")
+        tree, history = bool(self.suffix_decoding_use_tree), self.suffix_decoding_history
+        if self.suffix_decoding_use_tree not in (None, True, False):
+            raise ValueError(f"suffix_decoding_use_tree={self.suffix_decoding_use_tree!r} must be True or False")
+        if tree and self.verify_width == "auto":
+            raise ValueError("verify_width='auto' chooses how much of a chain is verified; give a number, or leave it "
+                             "out, with suffix_decoding_use_tree")  # fmt: skip
+        if tree and self.rejection_sample_method in rule_names.CHAIN_RULES:
+            raise ValueError(f"rejection_sample_method={self.rejection_sample_method!r} verifies chains; it does not go "
+                             "with suffix_decoding_use_tree")  # fmt: skip
+        if history is not None and not isinstance(history, TokenHistory):
+            raise ValueError(f"suffix_decoding_history={history!r:.80} must be a spec_jax.TokenHistory")
+        object.__setattr__(self, "suffix_decoding_use_tree", tree)
         object.__setattr__(self, "suffix_decoding_max_tree_depth", depth)
         object.__setattr__(self, "suffix_decoding_max_spec_factor", float(factor))
         object.__setattr__(self, "suffix_decoding_min_token_prob", float(share))

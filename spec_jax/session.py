@@ -16,6 +16,7 @@ from jax import lax
 
 from spec_jax import cache as kv
 from spec_jax.decode_state import DecodeState, Prefilled
+from spec_jax.drafting.registry import newest_params
 from spec_jax.metrics import Completion, GenerateResult
 from spec_jax.requests import Request, encode_prompts, is_conversation, make_requests, per_prompt
 
@@ -92,7 +93,7 @@ class Session:
             decoder.width,
             old.exact,
             max_batch_size if max_batch_size is not None else old.max_batch_size,
-            (decoder.drafter, old.drafter_params),
+            (decoder.drafter, newest_params(old.config, old.drafter_params)),
         )
         if self._state is not None:
             call = dataclasses.replace(call, capacity=max(call.capacity, self._state.cache.capacity))

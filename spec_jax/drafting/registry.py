@@ -30,8 +30,9 @@ def build_drafter(config: SpeculativeConfig, target: Any, rows: RowBlocks) -> tu
             config.suffix_decoding_max_tree_depth,
             config.suffix_decoding_max_spec_factor,
             config.suffix_decoding_min_token_prob,
+            config.suffix_decoding_use_tree,
         )
-        return SuffixDrafter(k, *options), ()
+        return SuffixDrafter(k, *options), newest_params(config, ())
     if config.method == "layer_skip":
         return LayerSkipDrafter(k, skip_layers(config, target.config.num_layers), sample, tree_of(config)), ()
     draft = config.model
@@ -53,6 +54,12 @@ def build_drafter(config: SpeculativeConfig, target: Any, rows: RowBlocks) -> tu
         tree=tree_of(config),
     )
     return drafter, draft.params
+
+
+def newest_params(config: SpeculativeConfig, params: Any) -> Any:
+    """A drafter's parameters, with what has been added to the history of its configuration."""
+    history = config.suffix_decoding_history
+    return params if history is None else history.index(config.suffix_decoding_max_tree_depth)
 
 
 def tree_of(config: SpeculativeConfig) -> StaticTree | DynamicTree | None:
