@@ -162,6 +162,8 @@ def stats_line(result: Any, sampled: bool) -> str:
         parts.append("nothing drafted")
     lossy = result.exactness == "lossy"
     parts.append("LOSSY rule" if lossy else f"exactness {result.exactness}, {stats.near_ties} near-ties")
+    if stats.remark:
+        parts.append(stats.remark)
     if stats.num_cached_tokens:
         parts.append(f"{stats.num_cached_tokens} prompt tokens from the cache")
     if sampled and len(result.sequences) == 1:

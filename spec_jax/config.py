@@ -14,15 +14,20 @@ from spec_jax import rule_names
 from spec_jax.checks import is_int, is_number, nearest, plain
 from spec_jax.history import TokenHistory
 
-METHODS = ("none", "ngram", "suffix", "draft_model", "layer_skip")
+METHODS = ("none", "ngram", "suffix", "sam", "rest", "oracle", "draft_model", "layer_skip")
 DYNAMIC_TREES = ("eagle2", "opt_tree")
 WIDTHS = (4, 8, 16, 32, 64, 128)
-DEFAULT_TOKENS = {"none": 0, "ngram": 5, "suffix": 15, "draft_model": 4, "layer_skip": 4}
+DEFAULT_TOKENS = {
+    "none": 0, "ngram": 5, "suffix": 15, "sam": 7, "rest": 15, "oracle": 7, "draft_model": 4, "layer_skip": 4,
+}  # fmt: skip
 AUTO_TOKENS = 7
 MAX_LOOKUP = 64
 SUFFIX_DEPTH = 24
 SUFFIX_FACTOR = 1.0
 SUFFIX_MIN_PROB = 0.1
+SAM_MATCHES = 3, 32
+REST_MATCHES = 2, 16
+ORACLE_ACCEPTANCE = 0.8
 DYNAMIC_NODES = 24
 MAX_TREE_OPTION = 64
 TREE_TOP_K = 4
@@ -36,9 +41,10 @@ class SpeculativeConfig:
     """Which drafter guesses, how far, and by which rule its guesses are verified.
 
     Attributes:
-      method: "none" | "ngram" | "suffix" | "draft_model" | "layer_skip".
-      num_speculative_tokens: K, draft tokens per step at most. Default: ngram 5, suffix 15, draft_model 4, layer_skip
-        4; the nodes of a static tree, which no other number may be given for; 24 nodes of a dynamic one.
+      method: "none" | "ngram" | "suffix" | "sam" | "rest" | "oracle" | "draft_model" | "layer_skip".
+      num_speculative_tokens: K, draft tokens per step at most. Default: ngram 5, suffix and rest 15, sam and oracle 7,
+        draft_model and layer_skip 4; the nodes of a static tree, which no other number may be given for; 24 nodes of a
+        dynamic one.
       verify_width: rows of one verification step, at least K + 1; None: 8 where K + 1 <= 8, else the next of
         4, 8, 16, 32, 64, 128. "auto": every step verifies as many drafts, up to K, as promise the most tokens per
         second, none included (`spec_jax.draft_length`); K is 7 then unless it is given.
@@ -71,7 +77,15 @@ class SpeculativeConfig:
       suffix_decoding_min_token_prob: suffix only: a draft ends where the share of its text in what has followed falls
         below this. Default 0.1.
       suffix_decoding_use_tree: suffix only: draft the K likeliest texts as a tree instead of one path. Default False.
-      suffix_decoding_history: suffix only: a `TokenHistory` of other texts to draft from too. Default none.
+      history: suffix and sam: a `TokenHistory` of other texts to draft from too. Default none.
+      sam_min_match, sam_max_match: sam only: a shorter match drafts nothing, a longer one counts as this long. Default
+        3 and 32.
+      datastore: rest only: the corpus, a file (see `spec_jax.datastore`) or a `TokenHistory`.
+      rest_min_match, rest_max_match: rest only, shortest and longest suffix looked up. Default 2 and 16.
+      rest_use_tree: rest only: a tree of the K likeliest texts, or one path. Default True, but for verify_width="auto".
+      oracle_texts: oracle only: the recorded texts, prompt and output of each as token ids.
+      oracle_acceptance: oracle only: the share of draft tokens that are right. Default 0.8. SYNTHETIC: a speed that it
+        gives is that of no drafter.
       model: draft_model only: a hub name, a folder, a .gguf file or a loaded `Model`.
       exit_layer: layer_skip only: draft with the first `exit_layer` layers. Default: a third of the layers.
       draft_layers: layer_skip only: draft with these layers instead of a prefix, ascending ids.
@@ -98,7 +112,15 @@ class SpeculativeConfig:
     suffix_decoding_max_spec_factor: float | None = None
     suffix_decoding_min_token_prob: float | None = None
     suffix_decoding_use_tree: bool | None = None
-    suffix_decoding_history: Any = None
+    history: Any = None
+    sam_min_match: int | None = None
+    sam_max_match: int | None = None
+    datastore: Any = None
+    rest_min_match: int | None = None
+    rest_max_match: int | None = None
+    rest_use_tree: bool | None = None
+    oracle_texts: Any = None
+    oracle_acceptance: float | None = None
     model: Any = None
     exit_layer: int | None = None
     draft_layers: tuple[int, ...] | None = None
@@ -135,10 +157,17 @@ class SpeculativeConfig:
             "prompt_lookup_max": "ngram", "prompt_lookup_min": "ngram", "model": "draft_model",
             "exit_layer": "layer_skip", "draft_layers": "layer_skip",
             **{name: "suffix" for name in names if name.startswith("suffix_decoding")},
+            **{name: name.split("_")[0] for name in names if name.startswith(("sam_", "rest_", "oracle_"))},
+            "datastore": "rest",
         }  # fmt: skip
         for name, owner in owners.items():
             if getattr(self, name) is not None and self.method != owner:
                 raise ValueError(f"{name} belongs to method={owner!r}, but method={self.method!r} was asked for")
+        if self.history is not None and self.method not in ("suffix", "sam"):
+            raise ValueError(f"history belongs to the methods 'suffix' and 'sam', but method={self.method!r} was asked "
+                             f"for")  # fmt: skip
+        if self.history is not None and not isinstance(self.history, TokenHistory):
+            raise ValueError(f"history={self.history!r:.80} must be a spec_jax.TokenHistory")
         if self.draft_sample_method == "probabilistic" and self.method not in ("draft_model", "layer_skip"):
             raise ValueError(f"draft_sample_method='probabilistic' needs a drafter that samples (draft_model, "
                              f"layer_skip); method={self.method!r} proposes deterministically")  # fmt: skip
@@ -160,6 +189,12 @@ class SpeculativeConfig:
             object.__setattr__(self, "prompt_lookup_min", shortest)
         if self.method == "suffix":
             self._check_suffix()
+        if self.method == "sam":
+            self._check_matches("sam", SAM_MATCHES)
+        if self.method == "rest":
+            self._check_rest()
+        if self.method == "oracle":
+            self._check_oracle()
         if self.method == "draft_model" and self.model is None:
             raise ValueError("method='draft_model' needs 'model': a hub name, a folder, a .gguf file or a loaded Model")
         if self.exit_layer is not None and self.draft_layers is not None:
@@ -189,21 +224,56 @@ class SpeculativeConfig:
             )
         if not is_number(share) or not 0 <= share <= 1:
             raise ValueError(f"suffix_decoding_min_token_prob={share!r} must be a number from 0 to 1")
-        tree, history = bool(self.suffix_decoding_use_tree), self.suffix_decoding_history
-        if self.suffix_decoding_use_tree not in (None, True, False):
-            raise ValueError(f"suffix_decoding_use_tree={self.suffix_decoding_use_tree!r} must be True or False")
-        if tree and self.verify_width == "auto":
-            raise ValueError("verify_width='auto' chooses how much of a chain is verified; give a number, or leave it "
-                             "out, with suffix_decoding_use_tree")  # fmt: skip
-        if tree and self.rejection_sample_method in rule_names.CHAIN_RULES:
-            raise ValueError(f"rejection_sample_method={self.rejection_sample_method!r} verifies chains; it does not go "
-                             "with suffix_decoding_use_tree")  # fmt: skip
-        if history is not None and not isinstance(history, TokenHistory):
-            raise ValueError(f"suffix_decoding_history={history!r:.80} must be a spec_jax.TokenHistory")
-        object.__setattr__(self, "suffix_decoding_use_tree", tree)
+        self._check_use_tree("suffix_decoding_use_tree", default=False)
         object.__setattr__(self, "suffix_decoding_max_tree_depth", depth)
         object.__setattr__(self, "suffix_decoding_max_spec_factor", float(factor))
         object.__setattr__(self, "suffix_decoding_min_token_prob", float(share))
+
+    def _check_use_tree(self, name: str, default: bool):
+        """Whether a drafter of texts drafts a tree, which not everything goes with."""
+        tree = getattr(self, name)
+        if not isinstance(tree, bool | None):
+            raise ValueError(f"{name}={tree!r} must be True or False")
+        if tree and self.verify_width == "auto":
+            raise ValueError(f"verify_width='auto' chooses how much of a chain is verified; give a number, or leave it "
+                             f"out, with {name}")  # fmt: skip
+        chain = self.verify_width == "auto" or self.rejection_sample_method in rule_names.CHAIN_RULES
+        if tree and chain:
+            raise ValueError(f"rejection_sample_method={self.rejection_sample_method!r} verifies chains; it does not "
+                             f"go with {name}")  # fmt: skip
+        object.__setattr__(self, name, default and not chain if tree is None else tree)
+
+    def _check_matches(self, method: str, default: tuple[int, int]):
+        names = f"{method}_min_match", f"{method}_max_match"
+        given = [getattr(self, name) for name in names]
+        shortest = default[0] if given[0] is None else given[0]
+        longest = given[1] if given[1] is not None else max(default[1], shortest) if is_int(shortest) else default[1]
+        if not (is_int(shortest) and is_int(longest) and 1 <= shortest <= longest <= MAX_LOOKUP):
+            raise ValueError(f"{names[0]}={shortest!r} and {names[1]}={longest!r} must be integers with 1 <= min <= "
+                             f"max <= {MAX_LOOKUP}")  # fmt: skip
+        object.__setattr__(self, names[0], shortest)
+        object.__setattr__(self, names[1], longest)
+
+    def _check_rest(self):
+        self._check_matches("rest", REST_MATCHES)
+        self._check_use_tree("rest_use_tree", default=True)
+        store = self.datastore
+        if store is None:
+            raise ValueError("method='rest' needs 'datastore': a corpus file or a spec_jax.TokenHistory")
+        if not isinstance(store, (str, TokenHistory)) and not hasattr(store, "__fspath__"):
+            raise ValueError(f"datastore={store!r:.80} must be the path of a corpus file or a spec_jax.TokenHistory")
+
+    def _check_oracle(self):
+        texts, rate = self.oracle_texts, self.oracle_acceptance
+        rate = ORACLE_ACCEPTANCE if rate is None else rate
+        if not is_number(rate) or not 0 <= rate <= 1:
+            raise ValueError(f"oracle_acceptance={rate!r} must be a number from 0 to 1")
+        ok = isinstance(texts, (list, tuple)) and texts and all(isinstance(t, (list, tuple)) and t for t in texts)
+        if not ok or not all(is_int(i) and i >= 0 for text in texts for i in text):
+            raise ValueError("method='oracle' replays recorded texts: it needs 'oracle_texts', a list with the token "
+                             "ids of prompt and output of each")  # fmt: skip
+        object.__setattr__(self, "oracle_acceptance", float(rate))
+        object.__setattr__(self, "oracle_texts", tuple(tuple(int(i) for i in text) for text in texts))
 
     def _check_tree(self):
         """Checks what belongs to trees, and fills in its defaults."""

@@ -135,6 +135,7 @@ class Call:
             prefill_seconds=prefill_seconds,
             decode_seconds=decode_seconds,
             num_forward_rows=slots.forward_rows,
+            remark=getattr(self.decoder.drafter, "remark", ""),
         )
         return GenerateResult(
             sequences=sequences,

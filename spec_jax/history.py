@@ -17,7 +17,7 @@ class TokenHistory:
     It grows between calls, where its owner says so:
 
         history = spec_jax.TokenHistory()
-        config = {"method": "suffix", "suffix_decoding_history": history}
+        config = {"method": "suffix", "history": history}
         result = spec_jax.generate(target, prompts, config)
         history.add(*(sequence.token_ids for sequence in result.sequences))
 

@@ -32,6 +32,7 @@ class Stats:
       num_forward_rows: rows of the target's forward passes in the whole call, prefill, idle slots and padding
         included; 0 for a single sequence.
       compile_seconds, prefill_seconds, decode_seconds: wall clock of the call; 0 for a single sequence.
+      remark: of the call, what must be known beside its figures, such as "synthetic"; else empty.
     """
 
     num_steps: int = 0
@@ -46,6 +47,7 @@ class Stats:
     compile_seconds: float = 0.0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+    remark: str = ""
 
     @property
     def mean_acceptance_length(self) -> float | None:
@@ -91,9 +93,10 @@ def total(parts: Sequence[Stats]) -> Stats:
     sums = {
         f.name: sum(getattr(p, f.name) for p in parts)
         for f in dataclasses.fields(Stats)
-        if f.name != "acceptance_histogram"
+        if f.name not in ("acceptance_histogram", "remark")
     }
-    return Stats(**sums, acceptance_histogram=tuple(histogram))
+    remark = "; ".join(dict.fromkeys(p.remark for p in parts if p.remark))
+    return Stats(**sums, acceptance_histogram=tuple(histogram), remark=remark)
 
 
 @dataclasses.dataclass(frozen=True)

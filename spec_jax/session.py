@@ -93,7 +93,7 @@ class Session:
             decoder.width,
             old.exact,
             max_batch_size if max_batch_size is not None else old.max_batch_size,
-            (decoder.drafter, newest_params(old.config, old.drafter_params)),
+            (decoder.drafter, newest_params(old.config, target, old.drafter_params)),
         )
         if self._state is not None:
             call = dataclasses.replace(call, capacity=max(call.capacity, self._state.cache.capacity))

@@ -332,6 +332,10 @@ class ToyTokenizer:
         pairs = [a + b for a in letters[1:13] for b in letters[1:13]]
         self.pieces = (letters + parts + pairs)[: vocab - 1] + [b""]
 
+    @property
+    def vocabulary(self):
+        return {piece.hex(): i for i, piece in enumerate(self.pieces)}
+
     def encode(self, text, add_special_tokens=True):
         rest, ids = text.encode(), []
         while rest:

@@ -197,8 +197,13 @@ class Drafter(Protocol):
 
 
 class BaseDrafter:
-    """Defaults for drafters that need less than the whole protocol: a chain, no needs, no state."""
+    """Defaults for drafters that need less than the whole protocol: a chain, no needs, no state.
 
+    Attributes:
+      remark: what `Stats.remark` says of every call; empty: nothing.
+    """
+
+    remark: str = ""
     parents: tuple[int, ...] | None = None
     dynamic_tree: bool = False
     needs: Needs = Needs()

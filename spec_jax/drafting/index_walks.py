@@ -1,4 +1,4 @@
-"""Walks over a `SuffixIndex`: what has followed the current suffixes in other texts, as a path or a tree by frequency."""
+"""Walks over a `SuffixIndex`: what has followed the current suffixes in other texts, as a path or a tree."""
 
 from __future__ import annotations
 

@@ -5,16 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 from spec_jax.config import DYNAMIC_TREES, SpeculativeConfig
+from spec_jax.datastore import load_datastore
 from spec_jax.drafting.base import NoDrafter
 from spec_jax.drafting.draft_model import DraftModelDrafter
 from spec_jax.drafting.layer_skip import LayerSkipDrafter
 from spec_jax.drafting.ngram import NGramDrafter
+from spec_jax.drafting.oracle import OracleDrafter, recorded
+from spec_jax.drafting.rest import RestDrafter
+from spec_jax.drafting.sam import SamDrafter
 from spec_jax.drafting.suffix import SuffixDrafter
 from spec_jax.drafting.tree_drafting import DynamicTree, StaticTree
 from spec_jax.exactness import for_model
+from spec_jax.history import TokenHistory
 from spec_jax.models.layers import RowBlocks
 from spec_jax.models.model import Model
 from spec_jax.token_tree import parse_tree
+
+REST_DEPTH = 16
+"""Tokens that `rest` drafts behind a suffix at most, one after another."""
 
 
 def build_drafter(config: SpeculativeConfig, target: Any, rows: RowBlocks) -> tuple[Any, Any]:
@@ -32,7 +40,15 @@ def build_drafter(config: SpeculativeConfig, target: Any, rows: RowBlocks) -> tu
             config.suffix_decoding_min_token_prob,
             config.suffix_decoding_use_tree,
         )
-        return SuffixDrafter(k, *options), newest_params(config, ())
+        return SuffixDrafter(k, *options), newest_params(config, target, ())
+    if config.method == "sam":
+        drafter = SamDrafter(k, config.sam_min_match, config.sam_max_match)
+        return drafter, newest_params(config, target, ())
+    if config.method == "rest":
+        drafter = RestDrafter(k, config.rest_max_match, config.rest_min_match, config.rest_use_tree)
+        return drafter, newest_params(config, target, ())
+    if config.method == "oracle":
+        return OracleDrafter(k, config.oracle_acceptance), recorded(config.oracle_texts)
     if config.method == "layer_skip":
         return LayerSkipDrafter(k, skip_layers(config, target.config.num_layers), sample, tree_of(config)), ()
     draft = config.model
@@ -56,10 +72,23 @@ def build_drafter(config: SpeculativeConfig, target: Any, rows: RowBlocks) -> tu
     return drafter, draft.params
 
 
-def newest_params(config: SpeculativeConfig, params: Any) -> Any:
-    """A drafter's parameters, with what has been added to the history of its configuration."""
-    history = config.suffix_decoding_history
-    return params if history is None else history.index(config.suffix_decoding_max_tree_depth)
+def newest_params(config: SpeculativeConfig, target: Any, params: Any) -> Any:
+    """A drafter's parameters, with what has been added to the texts of its configuration since they were made."""
+    texts = config.datastore if config.method == "rest" else config.history
+    if texts is None:
+        return params
+    depth = {
+        "suffix": config.suffix_decoding_max_tree_depth,
+        "sam": (config.sam_max_match or 0) + 1,
+        "rest": (config.rest_max_match or 0) + REST_DEPTH,
+    }[config.method]
+    if isinstance(texts, TokenHistory):
+        return texts.index(depth)
+    if target.tokenizer is None:
+        raise ValueError(
+            f"datastore={texts!r} is a file of text, but {target.name} has no tokenizer; give a TokenHistory"
+        )
+    return load_datastore(texts, target.tokenizer, depth)
 
 
 def tree_of(config: SpeculativeConfig) -> StaticTree | DynamicTree | None:

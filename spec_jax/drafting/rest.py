@@ -1,4 +1,4 @@
-"""Retrieval-based drafting: what has followed the longest known suffix in a corpus, as a tree by frequency (no weights).
+"""Retrieval-based drafting: what has followed the longest known suffix in a corpus, as a tree (no weights).
 
 He et al., REST (https://arxiv.org/abs/2311.08252), which retrieves up to a number of continuations and prunes their
 trie. The index has exact counts of all of them, so that the likeliest nodes are taken as they come.

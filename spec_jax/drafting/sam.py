@@ -23,7 +23,7 @@ BEHIND = 5
 
 
 def first_ends(tokens: jax.Array, length: jax.Array, longest: int) -> jax.Array:
-    """Where the suffixes of 1, 2, ..., `longest` tokens of a text first end in it, int32 [longest]; -1: only at its end.
+    """Where the suffixes of 1, 2, ..., `longest` tokens of a text first end in it, int32 [longest]; -1: at its end.
 
     Args:
       tokens: int32 [capacity]; length: int32, committed tokens.

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+
 @flax.struct.dataclass
 class Walk:
     """A path down the trie, or a tree of paths.

@@ -34,7 +34,7 @@ def trie_of(texts, depth):
 
 
 def walk_from(node, limit, min_prob, tree):
-    """(score, tokens, parents, probs) by frequency: the likeliest text that is not there yet, as long as there is one."""
+    """(score, tokens, parents, probs) by frequency: the likeliest text that is not there yet, while there is one."""
     nodes, probs, draft, parents = [node], [np.float32(1)], [], []
     waiting = [sorted(node.children.items(), key=lambda x: (-x[1].count, -x[1].last))]
     while len(draft) < limit:
