@@ -14,11 +14,14 @@ from spec_jax import rule_names
 from spec_jax.checks import is_int, is_number, nearest, plain
 from spec_jax.history import TokenHistory
 
-METHODS = ("none", "ngram", "suffix", "sam", "rest", "oracle", "draft_model", "layer_skip")
+METHODS = ("none", "ngram", "suffix", "sam", "rest", "oracle", "draft_model", "layer_skip", "hybrid", "cascade")
+COPYING = ("ngram", "suffix", "sam", "rest", "oracle")
+"""Methods that copy from texts: chains without state, chosen deterministically (as long as they draft no tree)."""
 DYNAMIC_TREES = ("eagle2", "opt_tree")
 WIDTHS = (4, 8, 16, 32, 64, 128)
 DEFAULT_TOKENS = {
     "none": 0, "ngram": 5, "suffix": 15, "sam": 7, "rest": 15, "oracle": 7, "draft_model": 4, "layer_skip": 4,
+    "cascade": 6,
 }  # fmt: skip
 AUTO_TOKENS = 7
 MAX_LOOKUP = 64
@@ -41,10 +44,11 @@ class SpeculativeConfig:
     """Which drafter guesses, how far, and by which rule its guesses are verified.
 
     Attributes:
-      method: "none" | "ngram" | "suffix" | "sam" | "rest" | "oracle" | "draft_model" | "layer_skip".
+      method: "none" | "ngram" | "suffix" | "sam" | "rest" | "oracle" | "draft_model" | "layer_skip" | "hybrid" |
+        "cascade".
       num_speculative_tokens: K, draft tokens per step at most. Default: ngram 5, suffix and rest 15, sam and oracle 7,
-        draft_model and layer_skip 4; the nodes of a static tree, which no other number may be given for; 24 nodes of a
-        dynamic one.
+        draft_model and layer_skip 4, cascade 6, hybrid what its parts have; the nodes of a static tree, which no other
+        number may be given for; 24 nodes of a dynamic one.
       verify_width: rows of one verification step, at least K + 1; None: 8 where K + 1 <= 8, else the next of
         4, 8, 16, 32, 64, 128. "auto": every step verifies as many drafts, up to K, as promise the most tokens per
         second, none included (`spec_jax.draft_length`); K is 7 then unless it is given.
@@ -86,7 +90,12 @@ class SpeculativeConfig:
       oracle_texts: oracle only: the recorded texts, prompt and output of each as token ids.
       oracle_acceptance: oracle only: the share of draft tokens that are right. Default 0.8. SYNTHETIC: a speed that it
         gives is that of no drafter.
-      model: draft_model only: a hub name, a folder, a .gguf file or a loaded `Model`.
+      drafters: hybrid: two configurations, of a method that copies from texts and of any other; the first one's
+        proposal is verified where it is expected to be accepted for longer. cascade: one configuration of a method that
+        copies, which drafts for the draft model.
+      hybrid_threshold: hybrid only: accepted tokens that the first drafter must expect; None: as many as the second one
+        has reached lately.
+      model: draft_model and cascade: a hub name, a folder, a .gguf file or a loaded `Model`.
       exit_layer: layer_skip only: draft with the first `exit_layer` layers. Default: a third of the layers.
       draft_layers: layer_skip only: draft with these layers instead of a prefix, ascending ids.
     """
@@ -121,6 +130,8 @@ class SpeculativeConfig:
     rest_use_tree: bool | None = None
     oracle_texts: Any = None
     oracle_acceptance: float | None = None
+    drafters: Any = None
+    hybrid_threshold: float | None = None
     model: Any = None
     exit_layer: int | None = None
     draft_layers: tuple[int, ...] | None = None
@@ -128,6 +139,8 @@ class SpeculativeConfig:
     def __post_init__(self):
         for field in dataclasses.fields(self):
             object.__setattr__(self, field.name, plain(getattr(self, field.name)))
+        if self.method in ("hybrid", "cascade") or self.drafters is not None:
+            self._check_parts()
         if self.method not in METHODS:
             raise ValueError(f"method={self.method!r} is not known{nearest(str(self.method), METHODS)}; "
                              f"known methods: {', '.join(METHODS)}")  # fmt: skip
@@ -154,7 +167,8 @@ class SpeculativeConfig:
             raise ValueError(f"draft_sample_method={self.draft_sample_method!r} must be 'greedy' or 'probabilistic'")
         names = [field.name for field in dataclasses.fields(self)]
         owners = {
-            "prompt_lookup_max": "ngram", "prompt_lookup_min": "ngram", "model": "draft_model",
+            "prompt_lookup_max": "ngram", "prompt_lookup_min": "ngram",
+            "model": "cascade" if self.method == "cascade" else "draft_model", "hybrid_threshold": "hybrid",
             "exit_layer": "layer_skip", "draft_layers": "layer_skip",
             **{name: "suffix" for name in names if name.startswith("suffix_decoding")},
             **{name: name.split("_")[0] for name in names if name.startswith(("sam_", "rest_", "oracle_"))},
@@ -168,7 +182,7 @@ class SpeculativeConfig:
                              f"for")  # fmt: skip
         if self.history is not None and not isinstance(self.history, TokenHistory):
             raise ValueError(f"history={self.history!r:.80} must be a spec_jax.TokenHistory")
-        if self.draft_sample_method == "probabilistic" and self.method not in ("draft_model", "layer_skip"):
+        if self.draft_sample_method == "probabilistic" and self.method not in ("draft_model", "layer_skip", "hybrid"):
             raise ValueError(f"draft_sample_method='probabilistic' needs a drafter that samples (draft_model, "
                              f"layer_skip); method={self.method!r} proposes deterministically")  # fmt: skip
         self.rule_options  # noqa: B018  (checks them)
@@ -195,8 +209,10 @@ class SpeculativeConfig:
             self._check_rest()
         if self.method == "oracle":
             self._check_oracle()
-        if self.method == "draft_model" and self.model is None:
-            raise ValueError("method='draft_model' needs 'model': a hub name, a folder, a .gguf file or a loaded Model")
+        if self.method in ("draft_model", "cascade") and self.model is None:
+            raise ValueError(
+                f"method={self.method!r} needs 'model': a hub name, a folder, a .gguf file or a loaded Model"
+            )
         if self.exit_layer is not None and self.draft_layers is not None:
             raise ValueError("give exit_layer or draft_layers, not both")
         if self.exit_layer is not None and (not is_int(self.exit_layer) or self.exit_layer < 1):
@@ -228,6 +244,47 @@ class SpeculativeConfig:
         object.__setattr__(self, "suffix_decoding_max_tree_depth", depth)
         object.__setattr__(self, "suffix_decoding_max_spec_factor", float(factor))
         object.__setattr__(self, "suffix_decoding_min_token_prob", float(share))
+
+    def _check_parts(self):
+        """The configurations of which this one is made."""
+        wanted = {"hybrid": 2, "cascade": 1}.get(self.method)
+        if wanted is None:
+            raise ValueError(f"drafters belongs to the methods 'hybrid' and 'cascade', not to {self.method!r}")
+        parts = self.drafters
+        if not isinstance(parts, (list, tuple)) or len(parts) != wanted:
+            raise ValueError(
+                f"method={self.method!r} needs 'drafters', a list of {wanted} configurations, not {parts!r}"
+            )
+        parts = tuple(parse_speculative_config(part) for part in parts)
+        for part in parts:
+            if part.verify_width is not None or part.rejection_sample_method is not None:
+                raise ValueError(f"verify_width and rejection_sample_method are given once, beside method="
+                                 f"{self.method!r}, not in its drafters")  # fmt: skip
+            if part.method in ("none", "hybrid"):
+                raise ValueError(f"drafters of method={self.method!r} cannot have method={part.method!r}")
+        copying = parts[0]
+        if copying.method not in COPYING or copying.suffix_decoding_use_tree or copying.rest_use_tree:
+            raise ValueError(f"the first of drafters must copy chains from texts ({', '.join(COPYING)}, without a "
+                             f"tree), not method={copying.method!r}")  # fmt: skip
+        object.__setattr__(self, "drafters", parts)
+        threshold = self.hybrid_threshold
+        if threshold is not None and (not is_number(threshold) or threshold < 0):
+            raise ValueError(f"hybrid_threshold={threshold!r} must be a number of at least 0: accepted tokens")
+        if self.method == "hybrid":
+            most = max(part.num_speculative_tokens for part in parts)
+            if self.num_speculative_tokens not in (None, most):
+                raise ValueError(f"num_speculative_tokens={self.num_speculative_tokens}: a hybrid drafts as many "
+                                 f"tokens as its parts, {most}; give it in drafters")  # fmt: skip
+            object.__setattr__(self, "num_speculative_tokens", most)
+            object.__setattr__(self, "draft_sample_method", parts[1].draft_sample_method)
+            if parts[1].drafts_tree and self.verify_width == "auto":
+                raise ValueError("verify_width='auto' needs chains, and the second of drafters drafts trees")
+
+    @property
+    def drafts_tree(self) -> bool:
+        """Whether trees are drafted, not chains."""
+        own = self.speculative_token_tree is not None or self.suffix_decoding_use_tree or self.rest_use_tree
+        return bool(own) or (self.method == "hybrid" and self.drafters[1].drafts_tree)
 
     def _check_use_tree(self, name: str, default: bool):
         """Whether a drafter of texts drafts a tree, which not everything goes with."""
@@ -351,7 +408,7 @@ class SpeculativeConfig:
     def rule(self) -> str:
         """The verification rule in force."""
         sampled = self.draft_sample_method == "probabilistic"
-        default = "coupled" if not sampled else "standard" if self.speculative_token_tree is None else "recursive"
+        default = "coupled" if not sampled else "recursive" if self.drafts_tree else "standard"
         return self.rejection_sample_method or default
 
     @property

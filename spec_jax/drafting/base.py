@@ -67,6 +67,7 @@ class Draft:
       auxiliary: bool [nodes], rows that ride along in the forward pass and are never accepted; they follow the others.
       target_cache: the target's cache, where the drafter wrote to it beyond `length`; verification writes it again.
       kind: int32 [batch], which kind of proposal this is, an index of the drafter's `priors`; None: there is but one.
+      score: float32 [batch], accepted tokens that the drafter expects; None: it does not say.
     """
 
     tokens: jax.Array
@@ -76,6 +77,7 @@ class Draft:
     auxiliary: jax.Array | None = None
     target_cache: KVCache | None = None
     kind: jax.Array | None = None
+    score: jax.Array | None = None
 
 
 @flax.struct.dataclass
@@ -92,6 +94,8 @@ class Seen:
         nodes that were not verified (beyond the draft's count) hold anything, NaN too; their features are zeros.
       path: int32 [batch, rows], the row in flight that each token came from.
       prefill: whether this is a chunk of the prompt; every row's earlier chunks have been seen.
+      own: bool [batch], rows whose run was verified from this drafter's own proposal, as all are (None) but those of a
+        part of a hybrid.
     """
 
     tokens: jax.Array
@@ -102,6 +106,7 @@ class Seen:
     logits: jax.Array | None
     path: jax.Array
     prefill: bool = flax.struct.field(pytree_node=False)
+    own: jax.Array | None = None
 
 
 @flax.struct.dataclass

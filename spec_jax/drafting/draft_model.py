@@ -75,7 +75,7 @@ class DraftModelDrafter(TreeDrafter):
     def grow(self, state, capacity):
         return state.replace(cache=state.cache.grow(capacity))
 
-    def _forward(self, params, tokens, cache, with_logits=False, **shape):
+    def forward(self, params, tokens, cache, with_logits=False, **shape):
         """A forward pass of a chain, unless `shape` says otherwise."""
         width = tokens.shape[1]
         shape = {"depth": np.arange(width, dtype=np.int32), "ancestors": chain_ancestors(width), **shape}
@@ -88,11 +88,15 @@ class DraftModelDrafter(TreeDrafter):
         newest = jnp.take_along_axis(seen.tokens, jnp.maximum(seen.count - 1, 0)[:, None], axis=1)[:, 0]
         tail = jnp.where(live, newest, state.tail)
         if seen.prefill:
-            fed = self._forward(params, seen.tokens, state.cache.replace(length=seen.start)).cache
+            fed = self.forward(params, seen.tokens, state.cache.replace(length=seen.start)).cache
             return DraftModelState(fed.replace(length=jnp.where(live, end, state.cache.length)), tail)
         if state.slots is not None:
-            return DraftModelState(self._keep_path(state, seen, live), tail)
-        kept = jnp.minimum(state.cache.length, end)
+            cache = self._keep_path(state, seen, live)
+        else:  # of a foreign draft only the token in front of it may be here
+            known = end if seen.own is None else jnp.where(seen.own, end, jnp.minimum(end, seen.start + 1))
+            cache = state.cache.replace(length=jnp.minimum(state.cache.length, known))
+        if state.slots is not None and seen.own is None:
+            return DraftModelState(cache, tail)
 
         def feed(cache):  # the run, and the token before it, which may be missing too
             first = (seen.start == 0)[:, None]
@@ -102,19 +106,20 @@ class DraftModelDrafter(TreeDrafter):
                 jnp.concatenate([seen.tokens, padding], axis=1),
                 jnp.concatenate([state.tail[:, None], seen.tokens], axis=1),
             )
-            fed = self._forward(params, tokens, cache.replace(length=jnp.maximum(seen.start - 1, 0))).cache
+            fed = self.forward(params, tokens, cache.replace(length=jnp.maximum(seen.start - 1, 0))).cache
             return fed.replace(length=end)
 
         # The next `propose` feeds two tokens by itself; more are missing only after a step without a draft.
-        behind = live & (end - kept > 1)
-        cache = lax.cond(behind.any(), feed, lambda c: c.replace(length=kept), state.cache)
-        return DraftModelState(cache, tail)
+        behind = live & (end - cache.length > 1)
+        return DraftModelState(lax.cond(behind.any(), feed, lambda c: c, cache), tail)
 
     def _keep_path(self, state, seen, live):
         """The cache with the accepted path of a tree in contiguous slots: all of it but a leaf, which was never fed."""
         path = seen.path[:, : self.tree.depth + 1]
         source = jnp.take_along_axis(state.slots, path, axis=1)
         fed = (source >= 0) & (jnp.arange(path.shape[1]) < seen.count[:, None])
+        if seen.own is not None:  # of a foreign draft only the token in front of it is here
+            fed = fed & (seen.own[:, None] | (jnp.arange(path.shape[1]) == 0))
         start = jnp.where(live, seen.start, state.cache.capacity)  # rows that stand still move nothing
         cache = kv.move_path(state.cache.replace(length=start), source - start[:, None])
         kept = jnp.minimum(state.cache.length, seen.start)  # the host may have cut a row that ended
@@ -138,7 +143,7 @@ class DraftModelDrafter(TreeDrafter):
             mask = jnp.concatenate([jnp.zeros_like(behind[:, :1]).at[:, :, 0].set(True), behind], axis=1)
             # It goes in front of the last token, and with it.
             active = jnp.concatenate([active[:, :1] & ~alone[:, None], active], axis=1)
-            out = self._forward(
+            out = self.forward(
                 params,
                 jnp.concatenate([before[:, None], tokens], axis=1),
                 cache,
@@ -171,7 +176,7 @@ class DraftModelDrafter(TreeDrafter):
             start = jnp.maximum(end - 2, 0)
             first = end < 2  # a single token so far: it stands in front, and the row behind it is padding
             pair = jnp.stack([jnp.where(first, token, before), jnp.where(first, 0, token)], axis=1)
-            out = self._forward(params, pair, cache.replace(length=start), with_logits=True)
+            out = self.forward(params, pair, cache.replace(length=start), with_logits=True)
             logits = out.logits[index, end - 1 - start]
             return self._fit(logits), (out.cache, token)
 

@@ -7,7 +7,9 @@ from typing import Any
 from spec_jax.config import DYNAMIC_TREES, SpeculativeConfig
 from spec_jax.datastore import load_datastore
 from spec_jax.drafting.base import NoDrafter
+from spec_jax.drafting.cascade import CascadeDrafter
 from spec_jax.drafting.draft_model import DraftModelDrafter
+from spec_jax.drafting.hybrid import HybridDrafter
 from spec_jax.drafting.layer_skip import LayerSkipDrafter
 from spec_jax.drafting.ngram import NGramDrafter
 from spec_jax.drafting.oracle import OracleDrafter, recorded
@@ -51,6 +53,17 @@ def build_drafter(config: SpeculativeConfig, target: Any, rows: RowBlocks) -> tu
         return OracleDrafter(k, config.oracle_acceptance), recorded(config.oracle_texts)
     if config.method == "layer_skip":
         return LayerSkipDrafter(k, skip_layers(config, target.config.num_layers), sample, tree_of(config)), ()
+    if config.method == "hybrid":
+        (first, ours), (second, theirs) = (build_drafter(part, target, rows) for part in config.drafters)
+        return HybridDrafter(first, second, config.hybrid_threshold), (ours, theirs)
+    drafter, params = _draft_model(config, target, rows)
+    if config.method == "cascade":
+        inner, inner_params = build_drafter(config.drafters[0], target, rows)
+        return CascadeDrafter(drafter, inner), (params, inner_params)
+    return drafter, params
+
+
+def _draft_model(config: SpeculativeConfig, target: Any, rows: RowBlocks) -> tuple[DraftModelDrafter, Any]:
     draft = config.model
     if isinstance(draft, str) or hasattr(draft, "__fspath__"):
         from spec_jax.models.loading import load_model  # a model on disk: the loaders are needed only here
@@ -60,13 +73,13 @@ def build_drafter(config: SpeculativeConfig, target: Any, rows: RowBlocks) -> tu
         raise ValueError(f"model={draft!r} must be a hub name, a folder, a .gguf file or a loaded Model")
     check_same_vocabulary(target, draft)
     drafter = DraftModelDrafter(
-        num_nodes=k,
+        num_nodes=config.num_speculative_tokens,
         module=draft.module,
         vocab_size=target.vocab_size,
         target_vocab=target.config.vocab_size,
         max_positions=draft.max_model_len,
         rows=for_model(rows, draft.module),
-        sample=sample,
+        sample=config.draft_sample_method == "probabilistic",
         tree=tree_of(config),
     )
     return drafter, draft.params
@@ -74,6 +87,10 @@ def build_drafter(config: SpeculativeConfig, target: Any, rows: RowBlocks) -> tu
 
 def newest_params(config: SpeculativeConfig, target: Any, params: Any) -> Any:
     """A drafter's parameters, with what has been added to the texts of its configuration since they were made."""
+    if config.method == "hybrid":
+        return tuple(newest_params(part, target, p) for part, p in zip(config.drafters, params, strict=True))
+    if config.method == "cascade":
+        return params[0], newest_params(config.drafters[0], target, params[1])
     texts = config.datastore if config.method == "rest" else config.history
     if texts is None:
         return params

@@ -47,7 +47,7 @@ class SuffixDrafter(BaseDrafter):
         walk = self.walks(params, view.tokens, view.length, view.target.vocab_size)
         parents = walk.parents if self.dynamic_tree else None
         kind = jnp.minimum(walk.matched, len(self.priors) - 1)
-        return Draft(walk.tokens, walk.count, parents=parents, kind=kind), state
+        return Draft(walk.tokens, walk.count, parents=parents, kind=kind, score=walk.score), state
 
     def walks(self, index: SuffixIndex | tuple, tokens: jax.Array, length: jax.Array, vocab: int) -> Walk:
         """The best `Walk` of every row, of equally good ones that of its own text.
