@@ -95,6 +95,9 @@ class SpeculativeConfig:
         copies, which drafts for the draft model.
       hybrid_threshold: hybrid only: accepted tokens that the first drafter must expect; None: as many as the second one
         has reached lately.
+      use_heterogeneous_vocab: draft_model and cascade, with a draft model of another tokenizer: True drafts the tokens
+        that both have (https://arxiv.org/abs/2502.05202); "text" (draft_model only) drafts text in a loop on the host,
+        which is slow. Default None: the vocabularies must be the same.
       model: draft_model and cascade: a hub name, a folder, a .gguf file or a loaded `Model`.
       exit_layer: layer_skip only: draft with the first `exit_layer` layers. Default: a third of the layers.
       draft_layers: layer_skip only: draft with these layers instead of a prefix, ascending ids.
@@ -132,6 +135,7 @@ class SpeculativeConfig:
     oracle_acceptance: float | None = None
     drafters: Any = None
     hybrid_threshold: float | None = None
+    use_heterogeneous_vocab: bool | str | None = None
     model: Any = None
     exit_layer: int | None = None
     draft_layers: tuple[int, ...] | None = None
@@ -169,6 +173,7 @@ class SpeculativeConfig:
         owners = {
             "prompt_lookup_max": "ngram", "prompt_lookup_min": "ngram",
             "model": "cascade" if self.method == "cascade" else "draft_model", "hybrid_threshold": "hybrid",
+            "use_heterogeneous_vocab": "cascade" if self.method == "cascade" else "draft_model",
             "exit_layer": "layer_skip", "draft_layers": "layer_skip",
             **{name: "suffix" for name in names if name.startswith("suffix_decoding")},
             **{name: name.split("_")[0] for name in names if name.startswith(("sam_", "rest_", "oracle_"))},
@@ -213,6 +218,12 @@ class SpeculativeConfig:
             raise ValueError(
                 f"method={self.method!r} needs 'model': a hub name, a folder, a .gguf file or a loaded Model"
             )
+        foreign = self.use_heterogeneous_vocab
+        if foreign not in (None, True, False, "text"):
+            raise ValueError(f"use_heterogeneous_vocab={foreign!r} must be True, False or 'text'")
+        if foreign == "text" and (self.method == "cascade" or self.drafts_tree or drawn or self.verify_width == "auto"):
+            raise ValueError("use_heterogeneous_vocab='text' drafts greedy chains of a fixed length for method="
+                             "'draft_model'; leave out trees, draft_sample_method and verify_width='auto'")  # fmt: skip
         if self.exit_layer is not None and self.draft_layers is not None:
             raise ValueError("give exit_layer or draft_layers, not both")
         if self.exit_layer is not None and (not is_int(self.exit_layer) or self.exit_layer < 1):

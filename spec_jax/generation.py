@@ -18,6 +18,7 @@ from spec_jax.decode import Decoder
 from spec_jax.draft_length import CostModel
 from spec_jax.drafting.base import Drafter, NoDrafter
 from spec_jax.drafting.registry import build_drafter
+from spec_jax.drafting.text_guide import TextGuide
 from spec_jax.exactness import level_of, row_blocks
 from spec_jax.metrics import Completion, GenerateResult, Stats, total
 from spec_jax.models.layers import RowBlocks
@@ -106,9 +107,10 @@ class Call:
     def start(self, source: Source | None = None) -> Slots:
         """Fresh slots for the active requests."""
         layout = layout_of(self.active, self.target.vocab_size)
-        return Slots(
-            self.target, self.decoder, self.drafter_params, self.active, self.batch, layout, self.capacity, source
-        )
+        params, guide = self.drafter_params, None
+        if isinstance(params, TextGuide):
+            params, guide = params.empty(self.batch), params
+        return Slots(self.target, self.decoder, params, self.active, self.batch, layout, self.capacity, source, guide)
 
     def finish(self, progress: bool | None = False, source: Source | None = None) -> GenerateResult:
         """Decodes everything."""

@@ -19,6 +19,7 @@ import numpy as np
 from spec_jax.compilation import compiled
 from spec_jax.decode import Decoder
 from spec_jax.decode_state import CONTEXT, LENGTH, RUNNING, STOP, DecodeState, Prefilled, Rows, start_state
+from spec_jax.drafting.text_guide import TextGuide
 from spec_jax.metrics import Completion
 from spec_jax.prefixes import SharedPrefixes
 from spec_jax.requests import MAX_INT, Layout, Request, row_arrays
@@ -42,6 +43,7 @@ class Slots:
       layout: which options the requests use.
       capacity: tokens per slot.
       source: (request) -> caches that hold the beginning of its prompt and how many tokens of it, or None.
+      guide: drafts from the host, one step at a time (`drafting.text_guide`); None: the loop needs no host.
 
     Attributes:
       state: the decode state; its rows of ended requests keep their caches until a request takes the slot.
@@ -60,6 +62,7 @@ class Slots:
         layout: Layout,
         capacity: int,
         source: Source | None = None,
+        guide: TextGuide | None = None,
     ):
         self.target, self.decoder, self.layout, self.capacity, self.batch = target, decoder, layout, capacity, batch
         self.drafter_params = drafter_params
@@ -71,7 +74,7 @@ class Slots:
         self._texts: dict[int, RowText] = {}
         self._cut: dict[int, StringStop] = {}
         self._cached: dict[int, int] = {}
-        self._source = source
+        self._source, self._guide = source, guide
         self._times = step_times(decoder, batch, capacity)
         self._newest: tuple[list[int], Prefilled] | None = None
         units = [r.prompt for i, r in enumerate(requests) if i == 0 or r.prompt != requests[i - 1].prompt]
@@ -198,6 +201,10 @@ class Slots:
         taken = self._times.take() if self._times is not None and steps else None
         if taken is not None:
             steps = 1
+        if self._guide is not None and steps:
+            steps = 1
+            held = {i: r.prompt + self.new_ids(i) for i, r in enumerate(self._held) if r is not None}
+            self.drafter_params = self._guide.drafts(held, self.batch)
         limits = jnp.int32(steps), jnp.int32(min_live)
         arguments = (self.target.params, self.drafter_params, self.state, *limits)
         if self._times is not None:

@@ -77,7 +77,7 @@ class CascadeDrafter(BaseDrafter):
             active = (rows <= (last + count)[:, None]) & open_to[:, None]
             out = self.model.forward(params[0], flight, cache.replace(length=start), True, active=active, write=open_to)
             position = start[:, None] + 1 + rows
-            vocab = self.model.vocab_size
+            vocab = view.target.vocab_size
             chosen, _ = sampling_lib.choose_tokens(
                 out.logits,
                 position,

@@ -52,6 +52,7 @@ class DraftModelDrafter(TreeDrafter):
       rows: canonical row blocks of the draft model's forward passes.
       sample: draw drafts from the processed distribution and keep it as q.
       tree: None: a chain.
+      mapped: the vocabularies differ; the parameters are a pair of the model's own and a `VocabularyMap`.
     """
 
     num_nodes: int
@@ -62,6 +63,7 @@ class DraftModelDrafter(TreeDrafter):
     rows: RowBlocks = RowBlocks()
     sample: bool = False
     tree: StaticTree | DynamicTree | None = None
+    mapped: bool = False
 
     def init(self, params, target, batch, capacity):
         c = self.module.config
@@ -76,10 +78,19 @@ class DraftModelDrafter(TreeDrafter):
         return state.replace(cache=state.cache.grow(capacity))
 
     def forward(self, params, tokens, cache, with_logits=False, **shape):
-        """A forward pass of a chain, unless `shape` says otherwise."""
+        """A forward pass of a chain, unless `shape` says otherwise; the logits are those of the target's ids."""
         width = tokens.shape[1]
+        if self.mapped:
+            params, table = params
+            tokens = table.feed[tokens]
         shape = {"depth": np.arange(width, dtype=np.int32), "ancestors": chain_ancestors(width), **shape}
-        return self.module.apply({"params": params}, tokens, cache, rows=self.rows, with_logits=with_logits, **shape)
+        out = self.module.apply({"params": params}, tokens, cache, rows=self.rows, with_logits=with_logits, **shape)
+        if not with_logits:
+            return out
+        if self.mapped:
+            known = out.logits[..., jnp.maximum(table.shared, 0)]
+            return out.replace(logits=jnp.where(table.shared >= 0, known, -jnp.inf))
+        return out.replace(logits=self._fit(out.logits))
 
     def commit(self, params, state, seen):
         """Rolls back to the committed tokens, and feeds those that `propose` has not fed already."""
@@ -153,7 +164,7 @@ class DraftModelDrafter(TreeDrafter):
                 write=view.live,
                 active=active,
             )
-            return self._fit(out.logits), out.cache
+            return out.logits, out.cache
 
         cache = state.cache.replace(length=start)
         found, cache = self.tree.draft(next_logits, cache, view, self.sample, self.vocab_size)
@@ -178,7 +189,7 @@ class DraftModelDrafter(TreeDrafter):
             pair = jnp.stack([jnp.where(first, token, before), jnp.where(first, 0, token)], axis=1)
             out = self.forward(params, pair, cache.replace(length=start), with_logits=True)
             logits = out.logits[index, end - 1 - start]
-            return self._fit(logits), (out.cache, token)
+            return logits, (out.cache, token)
 
         proposal, (cache, _) = draft_chain(
             next_logits, (state.cache, before), view.last, view, self.num_nodes, self.sample, self.vocab_size

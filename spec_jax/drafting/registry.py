@@ -16,12 +16,14 @@ from spec_jax.drafting.oracle import OracleDrafter, recorded
 from spec_jax.drafting.rest import RestDrafter
 from spec_jax.drafting.sam import SamDrafter
 from spec_jax.drafting.suffix import SuffixDrafter
+from spec_jax.drafting.text_guide import GivenDrafter, TextGuide
 from spec_jax.drafting.tree_drafting import DynamicTree, StaticTree
 from spec_jax.exactness import for_model
 from spec_jax.history import TokenHistory
 from spec_jax.models.layers import RowBlocks
 from spec_jax.models.model import Model
 from spec_jax.token_tree import parse_tree
+from spec_jax.vocabulary import map_vocabulary
 
 REST_DEPTH = 16
 """Tokens that `rest` drafts behind a suffix at most, one after another."""
@@ -71,9 +73,15 @@ def _draft_model(config: SpeculativeConfig, target: Any, rows: RowBlocks) -> tup
         draft = load_model(draft, dtype=target.module.dtype)
     if not isinstance(draft, Model):
         raise ValueError(f"model={draft!r} must be a hub name, a folder, a .gguf file or a loaded Model")
-    check_same_vocabulary(target, draft)
+    k, params, foreign = config.num_speculative_tokens, draft.params, config.use_heterogeneous_vocab
+    if foreign == "text":
+        return GivenDrafter(k, draft.name), TextGuide(target, draft, k)
+    if foreign:
+        params = params, map_vocabulary(target, draft, target.config.vocab_size)
+    else:
+        check_same_vocabulary(target, draft)
     drafter = DraftModelDrafter(
-        num_nodes=config.num_speculative_tokens,
+        num_nodes=k,
         module=draft.module,
         vocab_size=target.vocab_size,
         target_vocab=target.config.vocab_size,
@@ -81,8 +89,9 @@ def _draft_model(config: SpeculativeConfig, target: Any, rows: RowBlocks) -> tup
         rows=for_model(rows, draft.module),
         sample=config.draft_sample_method == "probabilistic",
         tree=tree_of(config),
+        mapped=bool(foreign),
     )
-    return drafter, draft.params
+    return drafter, params
 
 
 def newest_params(config: SpeculativeConfig, target: Any, params: Any) -> Any:
@@ -145,7 +154,7 @@ def check_same_vocabulary(target: Any, draft: Any) -> None:
         raise ValueError(
             f"the draft model {draft.name} has a vocabulary of {draft.vocab_size} ids and the target {target.name} one "
             f"of {target.vocab_size}; they must be equal (embeddings may be padded beyond them). Choose a draft model "
-            f"of the target's family"
+            f"of the target's family, or give use_heterogeneous_vocab"
         )
     if target.tokenizer is None or draft.tokenizer is None or target.tokenizer is draft.tokenizer:
         return
@@ -154,5 +163,6 @@ def check_same_vocabulary(target: Any, draft: Any) -> None:
         token = next(t for t in sorted(ours.keys() | theirs.keys()) if ours.get(t) != theirs.get(t))
         raise ValueError(
             f"the tokenizers of {target.name} and {draft.name} differ: {token!r} has id {ours.get(token)} and "
-            f"{theirs.get(token)}; a draft model must share the target's tokenizer"
+            f"{theirs.get(token)}; a draft model must share the target's tokenizer, unless use_heterogeneous_vocab is "
+            f"given"
         )
