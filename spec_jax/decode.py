@@ -216,9 +216,12 @@ class Decoder:
         active = active_rows(draft, state.live, self.width)
         if pace is not None:
             active = active | ((jnp.arange(self.width) < pace.forced) & state.live[:, None])
-        fed, cache = lax.optimization_barrier((flight, cache))
+        known = draft.exit
+        if known is not None and any(0 <= layer < known.layer for layer in self.drafter.needs.features):
+            known = None  # those layers have to run to be captured
+        fed, cache, known = lax.optimization_barrier((flight, cache, known))
 
-        def narrow(width):
+        def narrow(width, begin=None):
             def run():
                 out = self.module.apply(
                     {"params": params},
@@ -230,6 +233,7 @@ class Decoder:
                     write=state.live,
                     active=active[:, :width],
                     capture=self.drafter.needs.features,
+                    **(begin or {}),
                 )
                 wide = ((0, 0), (0, self.width - width), (0, 0))
                 rows = jax.tree.map(lambda x: jnp.pad(x, wide), (out.logits, out.features))
@@ -240,7 +244,17 @@ class Decoder:
         widths = (self.width,) if self.policy is None else self.policy.widths
         needed = jnp.where(active, jnp.arange(self.width), 0).max()
         index = sum((needed >= width).astype(jnp.int32) for width in widths[:-1]) if len(widths) > 1 else 0
-        out = narrow(self.width)() if len(widths) == 1 else lax.switch(index, [narrow(w) for w in widths])
+
+        def forward():
+            return narrow(self.width)() if len(widths) == 1 else lax.switch(index, [narrow(w) for w in widths])
+
+        if known is None:
+            out = forward()
+        else:
+            missing = self.width - known.hidden.shape[1]
+            begin = {"start": known.layer, "hidden": jnp.pad(known.hidden, ((0, 0), (0, missing), (0, 0)))}
+            out = narrow(self.width, begin)() if self.policy is None else lax.cond(
+                known.known, narrow(self.width, begin), forward)  # fmt: skip
         # Flat logits, as the head made them and as choosing reads them: around a barrier XLA copies another shape.
         shape, flat = out.logits.shape, out.logits.reshape(-1, out.logits.shape[-1])
         flat, features, cache = lax.optimization_barrier((flat, out.features, out.cache))

@@ -56,6 +56,24 @@ class DraftProbs:
 
 
 @flax.struct.dataclass
+class ExitStates:
+    """Outputs of the target's layer `layer` - 1, with whose K/V in `Draft.target_cache` verification begins there.
+
+    They must be what verification would compute: bit for bit where the run promises exactness, see
+    `TargetView.reusable`.
+
+    Attributes:
+      hidden: [batch, 1 + nodes, embed], of the last committed token and of every node.
+      known: bool [], False where this step has no proposal; verification runs all layers then.
+      layer: the first layer that is left to run.
+    """
+
+    hidden: jax.Array
+    known: jax.Array
+    layer: int = flax.struct.field(pytree_node=False)
+
+
+@flax.struct.dataclass
 class Draft:
     """What a drafter proposes for one step.
 
@@ -68,6 +86,7 @@ class Draft:
       target_cache: the target's cache, where the drafter wrote to it beyond `length`; verification writes it again.
       kind: int32 [batch], which kind of proposal this is, an index of the drafter's `priors`; None: there is but one.
       score: float32 [batch], accepted tokens that the drafter expects; None: it does not say.
+      exit: what the target's first layers have computed already; None: nothing.
     """
 
     tokens: jax.Array
@@ -78,6 +97,7 @@ class Draft:
     target_cache: KVCache | None = None
     kind: jax.Array | None = None
     score: jax.Array | None = None
+    exit: ExitStates | None = None
 
 
 @flax.struct.dataclass
@@ -117,6 +137,12 @@ class TargetView:
     module: Any = flax.struct.field(pytree_node=False)
     rows: RowBlocks = flax.struct.field(pytree_node=False)
     vocab_size: int = flax.struct.field(pytree_node=False)
+
+    @property
+    def reusable(self) -> bool:
+        """Whether what a drafter computes with the target's layers has the bits that verification would compute, or
+        none are promised. Under E1 bits depend on the width, and a drafter's is another one."""
+        return self.rows.any_width or self.module.packed or not self.rows.canonical
 
 
 @flax.struct.dataclass

@@ -1,7 +1,8 @@
 """Self-speculation: the target's own first layers, or a chosen set of them, and its head draft for the whole target.
 
 Draft & Verify (https://arxiv.org/abs/2309.08168), LayerSkip (https://arxiv.org/abs/2404.16710). The drafted rows are
-written to the target's own cache beyond `length`, and verification writes them again with all layers.
+written to the target's own cache beyond `length`. Where the layers are the first ones, verification goes on from their
+outputs, as LayerSkip does; else it writes the rows again with all layers.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spec_jax import tree as tree_lib
-from spec_jax.drafting.base import Draft, DraftProbs, draft_chain
+from spec_jax.drafting.base import Draft, DraftProbs, ExitStates, draft_chain
 from spec_jax.drafting.tree_drafting import DynamicTree, StaticTree, TreeDrafter
 from spec_jax.kernels.masks import chain_ancestors, pack_ancestors
 
@@ -26,12 +27,14 @@ class LayerSkipDrafter(TreeDrafter):
       layers: ids of the layers that run, ascending.
       sample: draw drafts from the processed distribution and keep it as q.
       tree: None: a chain.
+      reuse: whether verification may go on from the outputs of the first layers.
     """
 
     num_nodes: int
     layers: tuple[int, ...]
     sample: bool = False
     tree: StaticTree | DynamicTree | None = None
+    reuse: bool = True
 
     def propose(self, params, state, view):
         committed, vocab = view.cache.length, view.target.vocab_size
@@ -39,22 +42,43 @@ class LayerSkipDrafter(TreeDrafter):
 
             def next_of_rows(cache, tokens, mask, active):
                 depth, ancestors = tree_lib.depths(mask), pack_ancestors(mask)
-                return self._forward(view, tokens, cache, depth, ancestors, active)
+                logits, cache, _ = self._forward(view, tokens, cache, depth, ancestors, active)
+                return logits, cache
 
             found, cache = self.tree.draft(next_of_rows, view.cache, view, self.sample, vocab)
             return Draft(found.tokens, found.count, found.q, found.parents, target_cache=cache), state
 
-        def next_logits(cache, token, step):
-            logits, cache = self._forward(view, token[:, None], cache, np.zeros(1, np.int32), chain_ancestors(1))
-            return logits[:, 0], cache.replace(length=cache.length + 1)
+        exit_layer = len(self.layers)
+        reuse = self.reuse and self.layers == tuple(range(exit_layer)) and view.target.reusable
 
-        proposal, cache = draft_chain(next_logits, view.cache, view.last, view, self.num_nodes, self.sample, vocab)
+        def run(carry, token, step, head=True):
+            cache, hidden = carry
+            shape = np.zeros(1, np.int32), chain_ancestors(1)
+            logits, cache, x = self._forward(view, token[:, None], cache, *shape, head=head)
+            hidden = hidden.at[:, step].set(x[:, 0]) if reuse else hidden
+            return logits, (cache.replace(length=cache.length + 1), hidden)
+
+        def next_logits(carry, token, step):
+            logits, carry = run(carry, token, step)
+            return logits[:, 0], carry
+
+        size = (len(view.last), self.num_nodes + 1, view.target.module.config.hidden_size)
+        hidden = jnp.zeros(size, view.target.module.dtype) if reuse else ()
+        proposal, carry = draft_chain(
+            next_logits, (view.cache, hidden), view.last, view, self.num_nodes, self.sample, vocab
+        )
+        states = None
+        if reuse:  # of the last draft token too, which nothing was drafted behind
+            _, carry = run(carry, jnp.maximum(proposal.tokens[:, -1], 0), self.num_nodes, head=False)
+            states = ExitStates(carry[1], jnp.bool_(True), exit_layer)
+        cache = carry[0].replace(length=committed)
         q = None if proposal.probs is None else DraftProbs(proposal.probs)
         count = jnp.full(view.length.shape, self.num_nodes, jnp.int32)
-        return Draft(proposal.tokens, count, q, target_cache=cache.replace(length=committed)), state
+        return Draft(proposal.tokens, count, q, target_cache=cache, exit=states), state
 
-    def _forward(self, view, tokens, cache, depth, ancestors, active=None):
-        """Logits float32 [batch, rows, vocab] of the chosen layers and the head, and the cache written by them."""
+    def _forward(self, view, tokens, cache, depth, ancestors, active=None, head=True):
+        """Logits float32 [batch, rows, vocab] of the chosen layers and the head, the cache written by them, and their
+        output [batch, rows, embed]; `head`: else no logits."""
         target = view.target
         stop = self.layers[-1] + 1
         skip = tuple(i for i in range(stop) if i not in self.layers)
@@ -62,6 +86,8 @@ class LayerSkipDrafter(TreeDrafter):
         def run(bound, tokens, cache):
             flight = bound.flight(cache, tokens.shape[1], depth, ancestors, view.live, active)
             x, cache, _ = bound.layers(bound.embed(tokens), cache, flight, target.rows, stop=stop, skip=skip)
-            return bound.head(bound.final_norm(x, target.rows, flight.active), target.rows, flight.active), cache
+            if not head:
+                return None, cache, x
+            return bound.head(bound.final_norm(x, target.rows, flight.active), target.rows, flight.active), cache, x
 
         return target.module.apply({"params": target.params}, tokens, cache, method=run)

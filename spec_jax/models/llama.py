@@ -86,6 +86,8 @@ class Llama(nn.Module):
         active: jax.Array | None = None,
         capture: tuple[int, ...] = (),
         with_logits: bool = True,
+        start: int = 0,
+        hidden: jax.Array | None = None,
     ) -> ForwardOutput:
         """One forward pass of the rows in flight.
 
@@ -100,10 +102,12 @@ class Llama(nn.Module):
             there logits hold anything, NaN too, and features are zeros.
           capture: layers whose outputs are returned as features; `FINAL_NORM` for the final norm's output.
           with_logits: False leaves out the head, as prefill does.
+          start, hidden: begins at this layer, with outputs [batch, width, embed] of the one before it, whose K/V are in
+            the cache already.
         """
         flight = self.flight(cache, tokens.shape[1], depth, ancestors, write, active)
-        x = self.embed(tokens)
-        x, cache, features = self.layers(x, cache, flight, rows, capture=capture)
+        x = self.embed(tokens) if hidden is None else hidden
+        x, cache, features = self.layers(x, cache, flight, rows, start=start, capture=capture)
         normed = self.final_norm(x, rows, flight.active) if with_logits or FINAL_NORM in capture else None
         if FINAL_NORM in capture:
             features[FINAL_NORM] = self._feature(normed, flight)

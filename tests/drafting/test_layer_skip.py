@@ -176,3 +176,45 @@ def test_after_every_round_the_cache_is_that_of_plain_decoding(layers):
             tiny.assert_same_cache(state.cache, done.cache, row, length - 1)
         steps += 1
     assert steps <= BUDGET and 0 in accepted
+
+
+# --- exit states ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["XLA", "packed"])
+def test_verification_from_exit_states_has_the_bits_of_all_layers(packed):
+    """Ids and log-probs are those of plain decoding, with and without them, and under a policy that skips proposals."""
+    model = tiny.packed(tiny.tiny()) if packed else tiny.tiny()
+    sampling = {"max_tokens": BUDGET, "logprobs": 1, "temperature": 0.7, "seed": 1}
+    want = generate(model, prompts(), None, sampling, exact=True).sequences
+    runs = [
+        generate(model, prompts(), layer_skip(exit_layer=1), sampling, exact=True),
+        generate(model, prompts(), None, sampling, exact=True, drafter=(LayerSkipDrafter(K, (0,), reuse=False), ())),
+    ]
+    if packed:
+        runs.append(generate(model, prompts(), layer_skip(exit_layer=1, verify_width="auto"), sampling, exact=True))
+    for run in runs:
+        assert [(s.token_ids, s.logprobs) for s in run.sequences] == [(s.token_ids, s.logprobs) for s in want]
+        assert run.stats.num_accepted_tokens > 0
+
+
+def test_verification_really_goes_on_from_them(monkeypatch):
+    """Wrong exit states change the text, which nothing else would; below E2 at E1 they are not used."""
+
+    class Wrong(LayerSkipDrafter):
+        def propose(self, params, state, view):
+            draft, state = super().propose(params, state, view)
+            used = draft.exit is not None
+            broken = draft.exit.replace(hidden=jnp.roll(draft.exit.hidden, 1, axis=-1)) if used else None
+            return draft.replace(exit=broken), state
+
+    sampling = {"max_tokens": BUDGET}
+    want = tiny.plain(tiny.tiny(), prompts(), sampling)
+    found = [
+        emitted(
+            generate(tiny.tiny(), prompts(), None, sampling, exact=True, drafter=(Wrong(K, layers, reuse=reuse), ()))
+        )
+        for layers, reuse in (((0,), True), ((0,), False), ((1,), True))
+    ]
+    assert found[0] != want and found[1] == found[2] == want
+    assert TargetView({}, tiny.tiny().module, RowBlocks(block=32), 97).reusable is False  # E1
