@@ -1,14 +1,16 @@
 """Is anything lost outside the target's forward pass, and is `verify_width="auto"` ever slower than plain decoding?
 
 Command: python experiments/step_costs.py --prompts FILE.jsonl ... [--count 20] [--max-tokens 128]
+         [--runs fixed auto 'suffix={"method": "suffix", "verify_width": "auto"}' ...]
 Hardware: any; on a CPU nothing else should run beside it.
 Expected: speculative decoding reaches at least 0.9 of what its separately timed steps promise, tokens per step x T(1) /
 (T(rows) + T(draft)); "auto" is never below 0.97 of plain decoding on any file. The figures measured are in the README.
 
 Per file: the times of a step of n rows, with its drafting, are measured by ordered steps (`spec_jax.step_times`) on its
-first prompt. Then every prompt is decoded plainly, with n-gram drafts of fixed length and with "auto", in rotating
+first prompt, for every run that drafts chains. Then every prompt is decoded plainly and by every run, in rotating
 order, so that each prompt is one interleaved pair for every ratio. Outputs of which more than a fifth of the 8-grams
-have occurred before are loops, which flatter n-gram drafts; the ratios are given without them too.
+have occurred before are loops, which flatter drafts that copy; the ratios are given without them too. Beside them
+stands what the planner projects for accelerators from the same acceptances, under "projected".
 """
 
 import argparse
@@ -17,22 +19,39 @@ import statistics
 from pathlib import Path
 
 import numpy as np
+from projected import projected_speedups
 
 import spec_jax
 from spec_jax import step_times
 from spec_jax.bench import repeated_ngram_share
+from spec_jax.checks import check_counts
+from spec_jax.config import parse_speculative_config
 from spec_jax.generation import encode_prompts
 from spec_jax.prompts import model_input, read_prompts
 
 LOOP = 0.2
 AUTO = {"method": "ngram", "verify_width": "auto"}
-RUNS = {
-    "plain": {},
-    "narrow": {"verify_width": 1, "exact": False},
-    "fixed": {"speculative_config": {"method": "ngram"}},
-    "auto": {"speculative_config": AUTO},
-}
+PLAIN = {"plain": {}, "narrow": {"verify_width": 1, "exact": False}}
 """Options of `generate`; "narrow" is the fastest plain decoding, one row and no promise."""
+RUNS = {"fixed": {"method": "ngram"}, "auto": AUTO}
+"""Speculative configurations that have a name."""
+
+
+def parse_runs(texts: list[str]) -> dict[str, dict]:
+    """NAME of `RUNS`, or NAME=JSON, to configurations."""
+    found = {}
+    for text in texts:
+        name, separator, config = text.partition("=")
+        if not separator and name not in RUNS:
+            raise ValueError(f"--runs {text!r} is neither NAME=JSON nor one of {', '.join(RUNS)}")
+        try:
+            found[name] = json.loads(config) if separator else RUNS[name]
+            parse_speculative_config(found[name])
+        except ValueError as error:
+            raise ValueError(f"--runs {name}: {error}") from None
+        if name in PLAIN or list(found).count(name) > 1:
+            raise ValueError(f"--runs: the name {name!r} is taken")
+    return found
 
 
 def spread(values: list[float]) -> dict[str, float]:
@@ -51,44 +70,58 @@ def promised_seconds(stats, times: np.ndarray) -> float:
     return (stats.num_steps - stats.num_drafts) * times[1] + stats.num_drafts * with_draft
 
 
-def measure_times(target, prompt, max_tokens: int) -> np.ndarray:
-    """Seconds of a step of n rows behind this prompt, drafting included; index 0 is not used."""
+def measure_times(target, prompt, max_tokens: int, config: dict) -> np.ndarray | None:
+    """Seconds of a step of n rows behind this prompt, drafting included; index 0 is not used. None: it drafts trees."""
+    parsed = parse_speculative_config(config)
+    if parsed.drafts_tree:
+        return None
+    ordered = {**config, "verify_width": "auto", "num_speculative_tokens": parsed.num_speculative_tokens}
     step_times.forget()
     sampling = spec_jax.SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     while not (known := step_times.latest()) or not known.done:
-        spec_jax.generate(target, [prompt], AUTO, sampling)
+        spec_jax.generate(target, [prompt], ordered, sampling)
     pace = known.pace()
     return np.asarray(pace.times) + float(pace.draft)
 
 
-def measure_file(target, prompts, max_tokens: int, tell) -> dict:
-    """Everything about one file."""
+def measure_file(target, prompts, max_tokens: int, runs: dict[str, dict], tell) -> dict:
+    """Everything about one file. Prompts are lists of token ids."""
     sampling = spec_jax.SamplingParams(max_tokens=max_tokens)
+    options = PLAIN | {name: {"speculative_config": config} for name, config in runs.items()}
     longest = max(prompts, key=len)
     for prompt in (prompts[0], longest):  # compiles
-        for options in RUNS.values():
-            spec_jax.generate(target, [prompt], sampling=spec_jax.SamplingParams(max_tokens=4), **options)
-    times = measure_times(target, prompts[0], max_tokens)
+        for chosen in options.values():
+            spec_jax.generate(target, [prompt], sampling=spec_jax.SamplingParams(max_tokens=4), **chosen)
+    times = {name: measure_times(target, prompts[0], max_tokens, config) for name, config in runs.items()}
     rows = []
     for number, prompt in enumerate(prompts):
-        order = list(RUNS)
+        order = list(options)
         order = order[number % len(order) :] + order[: number % len(order)]
-        found = {name: spec_jax.generate(target, [prompt], sampling=sampling, **RUNS[name]) for name in order}
+        found = {name: spec_jax.generate(target, [prompt], sampling=sampling, **options[name]) for name in order}
         ids = {name: result.sequences[0].token_ids for name, result in found.items()}
         stats = {name: result.stats for name, result in found.items()}
         row = {
-            "equal": all(ids[name] == ids["plain"] for name in RUNS),
+            "equal": all(ids[name] == ids["plain"] for name in options),
             "repeated": repeated_ngram_share([ids["plain"]]) or 0.0,
             "seconds": {name: s.decode_seconds for name, s in stats.items()},
             "tokens_per_step": {name: s.num_emitted_tokens / s.num_steps for name, s in stats.items()},
-            "promise_kept": {name: float(promised_seconds(s, times) / s.decode_seconds) for name, s in stats.items()},
+            "context": len(prompt) + len(ids["plain"]) // 2,
+            "drafted_per_step": {name: stats[name].num_draft_tokens / stats[name].num_steps for name in runs},
+            "promise_kept": {
+                name: [
+                    float(promised_seconds(stats[n], times[name]) / stats[n].decode_seconds) for n in (name, "plain")
+                ]
+                for name in runs
+                if times[name] is not None
+            },
         }
         rows.append(row)
         tell(json.dumps({"prompt": number, **row}))
-    return {"times_ms": [round(1e3 * float(t), 2) for t in times[1:]], "rows": rows, **summary(rows)}
+    report = {name: [round(1e3 * float(t), 2) for t in known[1:]] for name, known in times.items() if known is not None}
+    return {"times_ms": report, "rows": rows, **summary(target, rows, list(runs))}
 
 
-def summary(rows: list[dict]) -> dict:
+def summary(target, rows: list[dict], runs: list[str]) -> dict:
     """Medians over pairs, of all outputs and of those that do not loop."""
     out = {
         "equal": sum(r["equal"] for r in rows),
@@ -101,14 +134,34 @@ def summary(rows: list[dict]) -> dict:
             continue
         narrow = [r["seconds"]["plain"] / r["seconds"]["narrow"] for r in chosen]
         part = out[label] = {"plain_over_narrow_seconds": spread(narrow)}
-        for name in ("fixed", "auto"):
+        for name in runs:
             part[f"{name}_speedup"] = spread([r["seconds"]["plain"] / r["seconds"][name] for r in chosen])
             total = sum(r["seconds"]["plain"] for r in chosen) / sum(r["seconds"][name] for r in chosen)
             part[f"{name}_speedup"]["of_totals"] = total
-            part[f"{name}_tokens_per_step"] = statistics.mean(r["tokens_per_step"][name] for r in chosen)
-            kept = [r["promise_kept"][name] / r["promise_kept"]["plain"] for r in chosen]
-            part[f"{name}_speedup_over_promised"] = spread(kept)
+            tokens, drafted = (
+                statistics.mean(r[key][name] for r in chosen) for key in ("tokens_per_step", "drafted_per_step")
+            )
+            part[f"{name}_tokens_per_step"] = tokens
+            context = round(statistics.mean(r["context"] for r in chosen))
+            part[f"{name}_projected"] = projected_speedups(target, tokens, drafted, context)
+            kept = [r["promise_kept"][name] for r in chosen if name in r["promise_kept"]]
+            if kept:
+                part[f"{name}_speedup_over_promised"] = spread([ours / plain for ours, plain in kept])
     return out
+
+
+def run(arguments: argparse.Namespace) -> None:
+    runs = parse_runs(arguments.runs)
+    target = spec_jax.load_model(arguments.model, dtype=arguments.dtype)
+    report = {}
+    for path in arguments.prompts:
+        prompts = [model_input(target, p) for p in read_prompts(path)[: arguments.count]]
+        prompts = encode_prompts(target, prompts)
+        found = measure_file(target, prompts, arguments.max_tokens, runs, lambda line: print(line, flush=True))
+        report[Path(path).stem] = found
+        print(Path(path).stem, json.dumps({k: v for k, v in found.items() if k != "rows"}, indent=1), flush=True)
+        if arguments.output:
+            Path(arguments.output).write_text(json.dumps(report))
 
 
 def main():
@@ -118,18 +171,14 @@ def main():
     parser.add_argument("--prompts", nargs="+", required=True, help="JSONL files of prompts")
     parser.add_argument("--count", type=int, default=20, help="prompts per file")
     parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--runs", nargs="+", default=list(RUNS), metavar="NAME or NAME=JSON", help="configurations")
     parser.add_argument("--output", help="write everything measured to this JSON file")
     arguments = parser.parse_args()
-    target = spec_jax.load_model(arguments.model, dtype=arguments.dtype)
-    report = {}
-    for path in arguments.prompts:
-        prompts = [model_input(target, p) for p in read_prompts(path)[: arguments.count]]
-        prompts = encode_prompts(target, prompts)
-        found = measure_file(target, prompts, arguments.max_tokens, lambda line: print(line, flush=True))
-        report[Path(path).stem] = found
-        print(Path(path).stem, json.dumps({k: v for k, v in found.items() if k != "rows"}, indent=1), flush=True)
-        if arguments.output:
-            Path(arguments.output).write_text(json.dumps(report))
+    try:
+        check_counts(count=arguments.count, max_tokens=arguments.max_tokens)
+        run(arguments)
+    except (ValueError, OSError) as error:
+        parser.exit(2, f"error: {error}\n")
 
 
 if __name__ == "__main__":
