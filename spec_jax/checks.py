@@ -41,3 +41,8 @@ def plain(value: Any) -> Any:
     if type(value).__name__ in ("bool", "bool_") and hasattr(value, "item"):  # NumPy is not loaded for this
         return value.item()
     return int(value) if is_int(value) else float(value) if isinstance(value, numbers.Real) else value
+
+
+def settle(options: Any, name: str, value: Any) -> None:
+    """Sets a field of a frozen dataclass that is still being made."""
+    object.__setattr__(options, name, value)

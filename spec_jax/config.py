@@ -11,32 +11,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from spec_jax import rule_names
-from spec_jax.checks import is_int, is_number, nearest, plain
-from spec_jax.history import TokenHistory
+from spec_jax.checks import is_int, nearest, plain, settle
+from spec_jax.method_options import check_always_tree, check_method, check_parts
+from spec_jax.tree_options import DYNAMIC_TREES, TREE_OPTIONS, check_tree
 
-METHODS = ("none", "ngram", "suffix", "sam", "rest", "oracle", "draft_model", "layer_skip", "hybrid", "cascade")
-COPYING = ("ngram", "suffix", "sam", "rest", "oracle")
-"""Methods that copy from texts: chains without state, chosen deterministically (as long as they draft no tree)."""
-DYNAMIC_TREES = ("eagle2", "opt_tree")
+METHODS = (
+    "none", "ngram", "suffix", "sam", "rest", "oracle", "recycling", "jacobi", "lookahead", "draft_model",
+    "layer_skip", "hybrid", "cascade",
+)  # fmt: skip
 WIDTHS = (4, 8, 16, 32, 64, 128)
 DEFAULT_TOKENS = {
-    "none": 0, "ngram": 5, "suffix": 15, "sam": 7, "rest": 15, "oracle": 7, "draft_model": 4, "layer_skip": 4,
+    "none": 0, "ngram": 5, "suffix": 15, "sam": 7, "rest": 15, "oracle": 7, "recycling": 20, "jacobi": 5,
+    "lookahead": None, "draft_model": 4, "layer_skip": 4,
     "cascade": 6,
 }  # fmt: skip
 AUTO_TOKENS = 7
-MAX_LOOKUP = 64
-SUFFIX_DEPTH = 24
-SUFFIX_FACTOR = 1.0
-SUFFIX_MIN_PROB = 0.1
-SAM_MATCHES = 3, 32
-REST_MATCHES = 2, 16
-ORACLE_ACCEPTANCE = 0.8
-DYNAMIC_NODES = 24
-MAX_TREE_OPTION = 64
-TREE_TOP_K = 4
-TREE_DEPTH = {"eagle2": 5, "opt_tree": 8}
-TREE_THRESHOLD = 0.5
-TREE_OPTIONS = ("tree_top_k", "tree_depth", "tree_threshold")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,11 +33,11 @@ class SpeculativeConfig:
     """Which drafter guesses, how far, and by which rule its guesses are verified.
 
     Attributes:
-      method: "none" | "ngram" | "suffix" | "sam" | "rest" | "oracle" | "draft_model" | "layer_skip" | "hybrid" |
-        "cascade".
+      method: "none" | "ngram" | "suffix" | "sam" | "rest" | "oracle" | "recycling" | "jacobi" | "lookahead" |
+        "draft_model" | "layer_skip" | "hybrid" | "cascade".
       num_speculative_tokens: K, draft tokens per step at most. Default: ngram 5, suffix and rest 15, sam and oracle 7,
-        draft_model and layer_skip 4, cascade 6, hybrid what its parts have; the nodes of a static tree, which no other
-        number may be given for; 24 nodes of a dynamic one.
+        jacobi 5, recycling 20, draft_model and layer_skip 4, cascade 6; lookahead and hybrid what their options say;
+        the nodes of a static tree, which no other number may be given for; 24 nodes of a dynamic one.
       verify_width: rows of one verification step, at least K + 1; None: 8 where K + 1 <= 8, else the next of
         4, 8, 16, 32, 64, 128. "auto": every step verifies as many drafts, up to K, as promise the most tokens per
         second, none included (`spec_jax.draft_length`); K is 7 then unless it is given.
@@ -87,6 +76,8 @@ class SpeculativeConfig:
       datastore: rest only: the corpus, a file (see `spec_jax.datastore`) or a `TokenHistory`.
       rest_min_match, rest_max_match: rest only, shortest and longest suffix looked up. Default 2 and 16.
       rest_use_tree: rest only: a tree of the K likeliest texts, or one path. Default True, but for verify_width="auto".
+      lookahead_ngram_size, lookahead_window, lookahead_guesses: lookahead only: N, W and G. Default 4, 4, 4: 23 nodes.
+      lookahead_pool_from_prompt: lookahead only: the pool begins with the n-grams of the prompt. Default True.
       oracle_texts: oracle only: the recorded texts, prompt and output of each as token ids.
       oracle_acceptance: oracle only: the share of draft tokens that are right. Default 0.8. SYNTHETIC: a speed that it
         gives is that of no drafter.
@@ -131,6 +122,10 @@ class SpeculativeConfig:
     rest_min_match: int | None = None
     rest_max_match: int | None = None
     rest_use_tree: bool | None = None
+    lookahead_ngram_size: int | None = None
+    lookahead_window: int | None = None
+    lookahead_guesses: int | None = None
+    lookahead_pool_from_prompt: bool | None = None
     oracle_texts: Any = None
     oracle_acceptance: float | None = None
     drafters: Any = None
@@ -142,24 +137,27 @@ class SpeculativeConfig:
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
-            object.__setattr__(self, field.name, plain(getattr(self, field.name)))
-        if self.method in ("hybrid", "cascade") or self.drafters is not None:
-            self._check_parts()
+            settle(self, field.name, plain(getattr(self, field.name)))
+        if self.method in ("hybrid", "cascade"):
+            check_parts(self, parse_speculative_config)
         if self.method not in METHODS:
             raise ValueError(f"method={self.method!r} is not known{nearest(str(self.method), METHODS)}; "
                              f"known methods: {', '.join(METHODS)}")  # fmt: skip
         if self.rejection_sample_method is not None:
-            object.__setattr__(self, "rejection_sample_method", rule_names.full_name(self.rejection_sample_method))
+            settle(self, "rejection_sample_method", rule_names.full_name(self.rejection_sample_method))
         if self.speculative_token_tree is not None or self.draft_with_replacement:
-            self._check_tree()
+            check_tree(self)
         elif options := [name for name in TREE_OPTIONS if getattr(self, name) is not None]:
             raise ValueError(f"{options[0]} belongs to a dynamic tree; give speculative_token_tree as one of "
                              f"{', '.join(DYNAMIC_TREES)}")  # fmt: skip
+        check_method(self, [field.name for field in dataclasses.fields(self)])
+        if self.method in ("recycling", "lookahead"):
+            check_always_tree(self)
         k = self.num_speculative_tokens
         if k is None:
             auto = self.verify_width == "auto" and self.method != "none"
             default = AUTO_TOKENS if auto else DEFAULT_TOKENS[self.method]
-            object.__setattr__(self, "num_speculative_tokens", default)
+            settle(self, "num_speculative_tokens", default)
         elif not is_int(k) or k < 0:
             raise ValueError(f"num_speculative_tokens={k!r} must be an integer of at least 0 (0 turns drafting off)")
         elif self.method == "none" and k:
@@ -169,24 +167,6 @@ class SpeculativeConfig:
             raise ValueError(f"verify_width={width!r} must be a positive integer, 'auto', or None for the default")
         if self.draft_sample_method not in ("greedy", "probabilistic"):
             raise ValueError(f"draft_sample_method={self.draft_sample_method!r} must be 'greedy' or 'probabilistic'")
-        names = [field.name for field in dataclasses.fields(self)]
-        owners = {
-            "prompt_lookup_max": "ngram", "prompt_lookup_min": "ngram",
-            "model": "cascade" if self.method == "cascade" else "draft_model", "hybrid_threshold": "hybrid",
-            "use_heterogeneous_vocab": "cascade" if self.method == "cascade" else "draft_model",
-            "exit_layer": "layer_skip", "draft_layers": "layer_skip",
-            **{name: "suffix" for name in names if name.startswith("suffix_decoding")},
-            **{name: name.split("_")[0] for name in names if name.startswith(("sam_", "rest_", "oracle_"))},
-            "datastore": "rest",
-        }  # fmt: skip
-        for name, owner in owners.items():
-            if getattr(self, name) is not None and self.method != owner:
-                raise ValueError(f"{name} belongs to method={owner!r}, but method={self.method!r} was asked for")
-        if self.history is not None and self.method not in ("suffix", "sam"):
-            raise ValueError(f"history belongs to the methods 'suffix' and 'sam', but method={self.method!r} was asked "
-                             f"for")  # fmt: skip
-        if self.history is not None and not isinstance(self.history, TokenHistory):
-            raise ValueError(f"history={self.history!r:.80} must be a spec_jax.TokenHistory")
         if self.draft_sample_method == "probabilistic" and self.method not in ("draft_model", "layer_skip", "hybrid"):
             raise ValueError(f"draft_sample_method='probabilistic' needs a drafter that samples (draft_model, "
                              f"layer_skip); method={self.method!r} proposes deterministically")  # fmt: skip
@@ -196,224 +176,13 @@ class SpeculativeConfig:
         if self.rule == "kseq" and self.method != "none" and not independent:
             raise ValueError("rejection_sample_method='kseq' judges siblings drawn independently; it needs draft_"
                              "sample_method='probabilistic' and, in trees, draft_with_replacement=True")  # fmt: skip
-        if self.method == "ngram":
-            longest = self.prompt_lookup_max
-            shortest = self.prompt_lookup_min
-            longest = longest if longest is not None else max(3, shortest) if is_int(shortest) else 3
-            shortest = shortest if shortest is not None else 1
-            if not (is_int(longest) and is_int(shortest) and 1 <= shortest <= longest <= MAX_LOOKUP):
-                raise ValueError(f"prompt_lookup_min={shortest!r} and prompt_lookup_max={longest!r} must be integers "
-                                 f"with 1 <= min <= max <= {MAX_LOOKUP}")  # fmt: skip
-            object.__setattr__(self, "prompt_lookup_max", longest)
-            object.__setattr__(self, "prompt_lookup_min", shortest)
-        if self.method == "suffix":
-            self._check_suffix()
-        if self.method == "sam":
-            self._check_matches("sam", SAM_MATCHES)
-        if self.method == "rest":
-            self._check_rest()
-        if self.method == "oracle":
-            self._check_oracle()
-        if self.method in ("draft_model", "cascade") and self.model is None:
-            raise ValueError(
-                f"method={self.method!r} needs 'model': a hub name, a folder, a .gguf file or a loaded Model"
-            )
-        foreign = self.use_heterogeneous_vocab
-        if foreign not in (None, True, False, "text"):
-            raise ValueError(f"use_heterogeneous_vocab={foreign!r} must be True, False or 'text'")
-        if foreign == "text" and (self.method == "cascade" or self.drafts_tree or drawn or self.verify_width == "auto"):
-            raise ValueError("use_heterogeneous_vocab='text' drafts greedy chains of a fixed length for method="
-                             "'draft_model'; leave out trees, draft_sample_method and verify_width='auto'")  # fmt: skip
-        if self.exit_layer is not None and self.draft_layers is not None:
-            raise ValueError("give exit_layer or draft_layers, not both")
-        if self.exit_layer is not None and (not is_int(self.exit_layer) or self.exit_layer < 1):
-            raise ValueError(f"exit_layer={self.exit_layer!r} must be a positive integer")
-        if self.draft_layers is not None:
-            layers = self.draft_layers
-            ok = isinstance(layers, (list, tuple)) and layers and all(is_int(i) and i >= 0 for i in layers)
-            if not ok or list(layers) != sorted(set(layers)):
-                raise ValueError(f"draft_layers={layers!r} must be a list of different layer ids in ascending order")
-            object.__setattr__(self, "draft_layers", tuple(layers))
-
-    def _check_suffix(self):
-        depth, factor, share = (
-            self.suffix_decoding_max_tree_depth,
-            self.suffix_decoding_max_spec_factor,
-            self.suffix_decoding_min_token_prob,
-        )
-        depth, factor = SUFFIX_DEPTH if depth is None else depth, SUFFIX_FACTOR if factor is None else factor
-        share = SUFFIX_MIN_PROB if share is None else share
-        if not is_int(depth) or not 2 <= depth <= MAX_LOOKUP:
-            raise ValueError(f"suffix_decoding_max_tree_depth={depth!r} must be an integer from 2 to {MAX_LOOKUP}")
-        if not is_number(factor) or not 0 < factor <= MAX_LOOKUP:
-            raise ValueError(
-                f"suffix_decoding_max_spec_factor={factor!r} must be a number above 0, at most {MAX_LOOKUP}"
-            )
-        if not is_number(share) or not 0 <= share <= 1:
-            raise ValueError(f"suffix_decoding_min_token_prob={share!r} must be a number from 0 to 1")
-        self._check_use_tree("suffix_decoding_use_tree", default=False)
-        object.__setattr__(self, "suffix_decoding_max_tree_depth", depth)
-        object.__setattr__(self, "suffix_decoding_max_spec_factor", float(factor))
-        object.__setattr__(self, "suffix_decoding_min_token_prob", float(share))
-
-    def _check_parts(self):
-        """The configurations of which this one is made."""
-        wanted = {"hybrid": 2, "cascade": 1}.get(self.method)
-        if wanted is None:
-            raise ValueError(f"drafters belongs to the methods 'hybrid' and 'cascade', not to {self.method!r}")
-        parts = self.drafters
-        if not isinstance(parts, (list, tuple)) or len(parts) != wanted:
-            raise ValueError(
-                f"method={self.method!r} needs 'drafters', a list of {wanted} configurations, not {parts!r}"
-            )
-        parts = tuple(parse_speculative_config(part) for part in parts)
-        for part in parts:
-            if part.verify_width is not None or part.rejection_sample_method is not None:
-                raise ValueError(f"verify_width and rejection_sample_method are given once, beside method="
-                                 f"{self.method!r}, not in its drafters")  # fmt: skip
-            if part.method in ("none", "hybrid"):
-                raise ValueError(f"drafters of method={self.method!r} cannot have method={part.method!r}")
-        copying = parts[0]
-        if copying.method not in COPYING or copying.suffix_decoding_use_tree or copying.rest_use_tree:
-            raise ValueError(f"the first of drafters must copy chains from texts ({', '.join(COPYING)}, without a "
-                             f"tree), not method={copying.method!r}")  # fmt: skip
-        object.__setattr__(self, "drafters", parts)
-        threshold = self.hybrid_threshold
-        if threshold is not None and (not is_number(threshold) or threshold < 0):
-            raise ValueError(f"hybrid_threshold={threshold!r} must be a number of at least 0: accepted tokens")
-        if self.method == "hybrid":
-            most = max(part.num_speculative_tokens for part in parts)
-            if self.num_speculative_tokens not in (None, most):
-                raise ValueError(f"num_speculative_tokens={self.num_speculative_tokens}: a hybrid drafts as many "
-                                 f"tokens as its parts, {most}; give it in drafters")  # fmt: skip
-            object.__setattr__(self, "num_speculative_tokens", most)
-            object.__setattr__(self, "draft_sample_method", parts[1].draft_sample_method)
-            if parts[1].drafts_tree and self.verify_width == "auto":
-                raise ValueError("verify_width='auto' needs chains, and the second of drafters drafts trees")
 
     @property
     def drafts_tree(self) -> bool:
         """Whether trees are drafted, not chains."""
         own = self.speculative_token_tree is not None or self.suffix_decoding_use_tree or self.rest_use_tree
+        own = own or self.method in ("recycling", "lookahead")
         return bool(own) or (self.method == "hybrid" and self.drafters[1].drafts_tree)
-
-    def _check_use_tree(self, name: str, default: bool):
-        """Whether a drafter of texts drafts a tree, which not everything goes with."""
-        tree = getattr(self, name)
-        if not isinstance(tree, bool | None):
-            raise ValueError(f"{name}={tree!r} must be True or False")
-        if tree and self.verify_width == "auto":
-            raise ValueError(f"verify_width='auto' chooses how much of a chain is verified; give a number, or leave it "
-                             f"out, with {name}")  # fmt: skip
-        chain = self.verify_width == "auto" or self.rejection_sample_method in rule_names.CHAIN_RULES
-        if tree and chain:
-            raise ValueError(f"rejection_sample_method={self.rejection_sample_method!r} verifies chains; it does not "
-                             f"go with {name}")  # fmt: skip
-        object.__setattr__(self, name, default and not chain if tree is None else tree)
-
-    def _check_matches(self, method: str, default: tuple[int, int]):
-        names = f"{method}_min_match", f"{method}_max_match"
-        given = [getattr(self, name) for name in names]
-        shortest = default[0] if given[0] is None else given[0]
-        longest = given[1] if given[1] is not None else max(default[1], shortest) if is_int(shortest) else default[1]
-        if not (is_int(shortest) and is_int(longest) and 1 <= shortest <= longest <= MAX_LOOKUP):
-            raise ValueError(f"{names[0]}={shortest!r} and {names[1]}={longest!r} must be integers with 1 <= min <= "
-                             f"max <= {MAX_LOOKUP}")  # fmt: skip
-        object.__setattr__(self, names[0], shortest)
-        object.__setattr__(self, names[1], longest)
-
-    def _check_rest(self):
-        self._check_matches("rest", REST_MATCHES)
-        self._check_use_tree("rest_use_tree", default=True)
-        store = self.datastore
-        if store is None:
-            raise ValueError("method='rest' needs 'datastore': a corpus file or a spec_jax.TokenHistory")
-        if not isinstance(store, (str, TokenHistory)) and not hasattr(store, "__fspath__"):
-            raise ValueError(f"datastore={store!r:.80} must be the path of a corpus file or a spec_jax.TokenHistory")
-
-    def _check_oracle(self):
-        texts, rate = self.oracle_texts, self.oracle_acceptance
-        rate = ORACLE_ACCEPTANCE if rate is None else rate
-        if not is_number(rate) or not 0 <= rate <= 1:
-            raise ValueError(f"oracle_acceptance={rate!r} must be a number from 0 to 1")
-        ok = isinstance(texts, (list, tuple)) and texts and all(isinstance(t, (list, tuple)) and t for t in texts)
-        if not ok or not all(is_int(i) and i >= 0 for text in texts for i in text):
-            raise ValueError("method='oracle' replays recorded texts: it needs 'oracle_texts', a list with the token "
-                             "ids of prompt and output of each")  # fmt: skip
-        object.__setattr__(self, "oracle_acceptance", float(rate))
-        object.__setattr__(self, "oracle_texts", tuple(tuple(int(i) for i in text) for text in texts))
-
-    def _check_tree(self):
-        """Checks what belongs to trees, and fills in its defaults."""
-        if hasattr(self.speculative_token_tree, "tolist"):  # a NumPy array
-            object.__setattr__(self, "speculative_token_tree", self.speculative_token_tree.tolist())
-        tree, method, sampled = self.speculative_token_tree, self.method, self.draft_sample_method == "probabilistic"
-        replacement = self.draft_with_replacement
-        if not isinstance(replacement, bool):
-            raise ValueError(f"draft_with_replacement={replacement!r} must be True or False")
-        if replacement and (tree is None or not sampled or self.rejection_sample_method == "coupled"):
-            raise ValueError("draft_with_replacement=True is about siblings that are sampled: it needs "
-                             "speculative_token_tree, draft_sample_method='probabilistic', and another rule than "
-                             "'coupled', which takes the target's own noise")  # fmt: skip
-        if method not in ("draft_model", "layer_skip"):
-            raise ValueError(f"speculative_token_tree={tree!r} needs a drafter of trees (draft_model, layer_skip); "
-                             f"method={method!r} drafts chains")  # fmt: skip
-        if self.verify_width == "auto":
-            raise ValueError("verify_width='auto' chooses how much of a chain is verified; give a number, or leave it "
-                             "out, with speculative_token_tree")  # fmt: skip
-        if self.rejection_sample_method in rule_names.CHAIN_RULES:
-            trees = ", ".join(rule for rule in rule_names.RULES if rule not in rule_names.CHAIN_RULES)
-            raise ValueError(f"rejection_sample_method={self.rejection_sample_method!r} verifies chains; with "
-                             f"speculative_token_tree use one of {trees}, or leave it out")  # fmt: skip
-        if isinstance(tree, str) and tree[:1].isalpha() and tree not in DYNAMIC_TREES:
-            raise ValueError(f"speculative_token_tree={tree!r} is not known{nearest(tree, DYNAMIC_TREES)}; give one of "
-                             f"{', '.join(DYNAMIC_TREES)}, or paths such as [[0], [0, 0], [1]]")  # fmt: skip
-        if tree not in DYNAMIC_TREES:
-            self._check_static_tree()
-            return
-        if sampled:
-            raise ValueError(f"draft_sample_method='probabilistic' does not go with speculative_token_tree={tree!r}, "
-                             f"whose nodes are the likeliest ones; give a tree as paths to sample it")  # fmt: skip
-        if tree != "opt_tree" and self.tree_threshold is not None:
-            raise ValueError(f"tree_threshold belongs to speculative_token_tree='opt_tree', not {tree!r}")
-        for name, default in (("tree_top_k", TREE_TOP_K), ("tree_depth", TREE_DEPTH[tree])):
-            value = default if getattr(self, name) is None else getattr(self, name)
-            if not is_int(value) or not 1 <= value <= MAX_TREE_OPTION:
-                raise ValueError(f"{name}={value!r} must be an integer from 1 to {MAX_TREE_OPTION}")
-            object.__setattr__(self, name, value)
-        if tree == "opt_tree":
-            threshold = TREE_THRESHOLD if self.tree_threshold is None else self.tree_threshold
-            if not is_number(threshold) or not 0 <= threshold < 1:
-                raise ValueError(f"tree_threshold={threshold!r} must be a number from 0 to below 1: expected tokens "
-                                 f"that a level adds, which are at most 1")  # fmt: skip
-            object.__setattr__(self, "tree_threshold", float(threshold))
-        pool = self.tree_top_k + (self.tree_depth - 1) * self.tree_top_k**2
-        nodes = min(DYNAMIC_NODES, pool) if self.num_speculative_tokens is None else self.num_speculative_tokens
-        if is_int(nodes) and nodes > pool:
-            raise ValueError(f"num_speculative_tokens={nodes} is more than the {pool} candidates of tree_top_k="
-                             f"{self.tree_top_k} and tree_depth={self.tree_depth}; raise one of these")  # fmt: skip
-        from spec_jax.token_tree import MAX_NODES  # it takes NumPy, which others need not wait for
-
-        if is_int(nodes) and nodes > MAX_NODES:
-            raise ValueError(f"num_speculative_tokens={nodes} is more than the {MAX_NODES} nodes that a tree may have")
-        object.__setattr__(self, "num_speculative_tokens", nodes)
-
-    def _check_static_tree(self):
-        from spec_jax.token_tree import parse_tree, paths_of  # it takes NumPy, which others need not wait for
-
-        if options := [name for name in TREE_OPTIONS if getattr(self, name) is not None]:
-            raise ValueError(f"{options[0]} belongs to a dynamic tree ({', '.join(DYNAMIC_TREES)}), and "
-                             f"speculative_token_tree lists every node")  # fmt: skip
-        try:
-            parents = parse_tree(self.speculative_token_tree)
-        except ValueError as error:
-            raise ValueError(f"speculative_token_tree: {error}") from None
-        k = self.num_speculative_tokens
-        if k is not None and (not is_int(k) or k != len(parents)):
-            raise ValueError(f"num_speculative_tokens={k!r}, but speculative_token_tree has {len(parents)} nodes; "
-                             f"leave num_speculative_tokens out")  # fmt: skip
-        object.__setattr__(self, "speculative_token_tree", paths_of(parents))
-        object.__setattr__(self, "num_speculative_tokens", len(parents))
 
     @property
     def rule(self) -> str:

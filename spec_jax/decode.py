@@ -336,7 +336,7 @@ class Decoder:
 
         along = {k: jnp.take_along_axis(f, verdict.path[..., None], axis=1) for k, f in out.features.items()}
         fed = jnp.take_along_axis(flight, verdict.path, axis=1)
-        seen = Seen(fed, verdict.tokens, state.length - 1, emitted, along, logits, verdict.path, prefill=False)
+        seen = Seen(fed, verdict.tokens, state.length - 1, emitted, along, logits, verdict.path, False, draft.count)
         acceptance = state.acceptance
         if self.policy is not None:
             kind = _kind(draft, state.live)

@@ -114,6 +114,7 @@ class Seen:
         nodes that were not verified (beyond the draft's count) hold anything, NaN too; their features are zeros.
       path: int32 [batch, rows], the row in flight that each token came from.
       prefill: whether this is a chunk of the prompt; every row's earlier chunks have been seen.
+      drafted: int32 [batch], draft nodes that were verified; None for a prefill chunk.
       own: bool [batch], rows whose run was verified from this drafter's own proposal, as all are (None) but those of a
         part of a hybrid.
     """
@@ -126,6 +127,7 @@ class Seen:
     logits: jax.Array | None
     path: jax.Array
     prefill: bool = flax.struct.field(pytree_node=False)
+    drafted: jax.Array | None = None
     own: jax.Array | None = None
 
 

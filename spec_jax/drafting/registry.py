@@ -10,9 +10,12 @@ from spec_jax.drafting.base import NoDrafter
 from spec_jax.drafting.cascade import CascadeDrafter
 from spec_jax.drafting.draft_model import DraftModelDrafter
 from spec_jax.drafting.hybrid import HybridDrafter
+from spec_jax.drafting.jacobi import JacobiDrafter
 from spec_jax.drafting.layer_skip import LayerSkipDrafter
+from spec_jax.drafting.lookahead import LookaheadDrafter
 from spec_jax.drafting.ngram import NGramDrafter
 from spec_jax.drafting.oracle import OracleDrafter, recorded
+from spec_jax.drafting.recycling import RecyclingDrafter
 from spec_jax.drafting.rest import RestDrafter
 from spec_jax.drafting.sam import SamDrafter
 from spec_jax.drafting.suffix import SuffixDrafter
@@ -22,9 +25,11 @@ from spec_jax.exactness import for_model
 from spec_jax.history import TokenHistory
 from spec_jax.models.layers import RowBlocks
 from spec_jax.models.model import Model
-from spec_jax.token_tree import parse_tree
+from spec_jax.token_tree import parse_tree, sequoia_tree
 from spec_jax.vocabulary import map_vocabulary
 
+RECYCLING_RATES = (0.35, 0.1, 0.05, 0.03, 0.02, 0.02, 0.01, 0.01)
+"""How often each rank is the right one: what the default tree of token recycling is best for."""
 REST_DEPTH = 16
 """Tokens that `rest` drafts behind a suffix at most, one after another."""
 
@@ -55,6 +60,15 @@ def build_drafter(config: SpeculativeConfig, target: Any, rows: RowBlocks) -> tu
         return OracleDrafter(k, config.oracle_acceptance), recorded(config.oracle_texts)
     if config.method == "layer_skip":
         return LayerSkipDrafter(k, skip_layers(config, target.config.num_layers), sample, tree_of(config)), ()
+    if config.method == "jacobi":
+        return JacobiDrafter(k, target.vocab_size), ()
+    if config.method == "recycling":
+        paths = config.speculative_token_tree
+        tree = parse_tree(paths) if paths is not None else sequoia_tree(RECYCLING_RATES, k).parents
+        return RecyclingDrafter(tuple(tree), target.vocab_size), ()
+    if config.method == "lookahead":
+        sizes = config.lookahead_ngram_size, config.lookahead_window, config.lookahead_guesses
+        return LookaheadDrafter(*sizes, target.vocab_size, config.lookahead_pool_from_prompt), ()
     if config.method == "hybrid":
         (first, ours), (second, theirs) = (build_drafter(part, target, rows) for part in config.drafters)
         return HybridDrafter(first, second, config.hybrid_threshold), (ours, theirs)
