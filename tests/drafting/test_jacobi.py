@@ -27,7 +27,7 @@ class Guess:
 @pytest.mark.parametrize("batch", [1, 5])
 @pytest.mark.parametrize("k", [1, 6])
 def test_proposals_equal_those_of_the_fixed_point(batch, k):
-    loop = Loop(JacobiDrafter(k, 12), [Guess(k) for _ in range(batch)], 12, seed=k, faithful=0.95)
+    loop = Loop(JacobiDrafter(k, 4), [Guess(k) for _ in range(batch)], 4, seed=k, faithful=0.95)
     for _ in range(40):
         loop.step()
     assert loop.accepted > 0
