@@ -12,6 +12,7 @@ from typing import Any
 
 from spec_jax import rule_names
 from spec_jax.checks import is_int, nearest, plain, settle
+from spec_jax.length_options import check_lengths
 from spec_jax.method_options import check_always_tree, check_method, check_parts
 from spec_jax.tree_options import DYNAMIC_TREES, TREE_OPTIONS, check_tree
 
@@ -52,6 +53,15 @@ class SpeculativeConfig:
       posterior_threshold, posterior_alpha: lossy_typical only (Medusa's epsilon and delta). Default 0.09 and 0.3.
       relaxed_top_k, relaxed_delta: lossy_relaxed only. Default 10 and 0.6.
       lenience: lossy_lenience only, above 0 and at most 1, where it is lossless. Default 0.5.
+      num_assistant_tokens_schedule: the draft length of every row changes as Hugging Face's does: "heuristic" (two more
+        where all drafts were accepted, else one less; later requests in the same slot go on from it) or
+        "heuristic_transient" (each request begins anew). K is where it begins and the most. Default "constant".
+      num_speculative_tokens_per_batch_size: a list of [lowest, highest, K]: K by the number of rows that still decode;
+        nothing is drafted outside of the ranges.
+      assistant_confidence_threshold: draft_model and layer_skip (in a hybrid too), chains: a row stops drafting behind
+        the first token that its model gave a probability below this. Default: it does not stop.
+      draft_survival_threshold: likewise, where the probability that any token so far is refused, by the draft model's
+        own probabilities, has risen above this (SpecDec++, https://arxiv.org/abs/2405.19715).
       draft_sample_method: "greedy" or "probabilistic" (draft_model and layer_skip: sample the draft, keep the true q).
       speculative_token_tree: draft_model and layer_skip: draft a tree. Its nodes as paths, a list or its text, see
         `token_tree.parse_tree` (kept as a tuple of paths), or a tree grown anew in every step, the best nodes of a pool
@@ -98,6 +108,10 @@ class SpeculativeConfig:
     num_speculative_tokens: int | None = None
     verify_width: int | None = None
     rejection_sample_method: str | None = None
+    num_assistant_tokens_schedule: str | None = None
+    num_speculative_tokens_per_batch_size: Any = None
+    assistant_confidence_threshold: float | None = None
+    draft_survival_threshold: float | None = None
     draft_sample_method: str = "greedy"
     posterior_threshold: float | None = None
     posterior_alpha: float | None = None
@@ -171,6 +185,7 @@ class SpeculativeConfig:
             raise ValueError(f"draft_sample_method='probabilistic' needs a drafter that samples (draft_model, "
                              f"layer_skip); method={self.method!r} proposes deterministically")  # fmt: skip
         self.rule_options  # noqa: B018  (checks them)
+        check_lengths(self)
         drawn = self.draft_sample_method == "probabilistic"
         independent = drawn and (self.speculative_token_tree is None or self.draft_with_replacement)
         if self.rule == "kseq" and self.method != "none" and not independent:

@@ -26,7 +26,8 @@ from spec_jax.decode_state import (
     record,
     start_state,
 )
-from spec_jax.draft_length import Acceptance, CostModel, Pace, default_pace
+from spec_jax.draft_length import Pace, default_pace
+from spec_jax.draft_policies import StopRule
 from spec_jax.drafting.base import Draft, Seen, TargetView, View
 from spec_jax.flight import acceptable, active_rows, shape_of
 from spec_jax.kernels.masks import pack_ancestors
@@ -50,8 +51,10 @@ class Decoder:
       rule: the verification rule, see `verify.verify`.
       rows: canonical row blocks of the target's forward passes.
       prefill_chunk: prompt tokens per row and prefill step.
-      policy: how many draft tokens a step verifies; None: as many as the drafter proposes.
+      policy: how many draft tokens a step verifies, a `CostModel` or one of `draft_policies`; None: as many as the
+        drafter proposes.
       rule_options: what a lossy rule is told.
+      stop: when a model that drafts stops by itself.
     """
 
     module: Any
@@ -61,8 +64,9 @@ class Decoder:
     rule: str
     rows: RowBlocks
     prefill_chunk: int
-    policy: CostModel | None = None
+    policy: Any = None
     rule_options: tuple[float, ...] = ()
+    stop: StopRule | None = None
 
     def __post_init__(self):
         if self.width < self.drafter.num_nodes + 1:
@@ -102,7 +106,7 @@ class Decoder:
         rows = Rows(prompt_length, limit, cap_reason, sampling)
         return start_state(tokens, rows, row.cache, row.drafter, acceptance=self.start_acceptance(tokens.shape[0]))
 
-    def start_acceptance(self, batch: int) -> Acceptance | None:
+    def start_acceptance(self, batch: int) -> Any:
         """What the policy knows before the first step; None without a policy."""
         return None if self.policy is None else self.policy.init(batch)
 
@@ -135,7 +139,7 @@ class Decoder:
         # Below E2 a block is one flight of the whole batch; prefill feeds one prompt and need not agree with it.
         rows = self.rows if self.rows.any_width else RowBlocks()
         width = max(128, drafter.num_nodes + 1)
-        plain = {"rule": "coupled", "rule_options": (), "policy": None}
+        plain = {"rule": "coupled", "rule_options": (), "policy": None, "stop": None}
         return dataclasses.replace(self, drafter=drafter, width=width, rows=rows, **plain)
 
     def run(
@@ -187,9 +191,10 @@ class Decoder:
         else:
             most = jnp.where(live, jnp.clip(state.limit - state.length - 1, 0, nodes), 0)
             hopeful = self.policy.choose(state.acceptance, _kind(None, live), most, live, nodes, pace.times, pace.draft)
+            wanted = jnp.where(pace.forced == 0, hopeful, nodes)
             draft, drafter_state = lax.cond(
                 jnp.where(pace.forced == 0, hopeful.any(), pace.forced > 0),
-                lambda: self._propose(params, drafter_params, state, committed),
+                lambda: self._propose(params, drafter_params, state, committed, wanted),
                 lambda: self._as_proposed(params, drafter_params, state, committed),
             )
         kind = _kind(draft, live)
@@ -375,7 +380,7 @@ class Decoder:
         draft = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shape.replace(target_cache=None))
         return draft.replace(target_cache=None if shape.target_cache is None else state.cache), state.drafter
 
-    def _propose(self, params, drafter_params, state, committed) -> tuple[Draft, Any]:
+    def _propose(self, params, drafter_params, state, committed, wanted=None) -> tuple[Draft, Any]:
         last = self._last(state)
         room = state.limit - state.length
         view = View(
@@ -391,6 +396,8 @@ class Decoder:
             committed=committed,
             grammar_states=state.grammar_states,
             first=state.first,
+            wanted=wanted,
+            stop=self.stop,
         )
         draft, drafter_state = self.drafter.propose(drafter_params, state.drafter, view)
         for name, shape in (("tokens", (*last.shape, self.drafter.num_nodes)), ("count", last.shape)):

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from spec_jax import cache as kv
-from spec_jax.draft_length import Acceptance
 from spec_jax.rows import over_rows
 from spec_jax.sampling import SamplingState, mask_padding
 
@@ -86,7 +85,7 @@ class DecodeState:
     drafter: Any
     sampling: SamplingState
     grammar_states: tuple[Any, ...] = ()
-    acceptance: Acceptance | None = None
+    acceptance: Any = None
 
     @property
     def live(self) -> jax.Array:
@@ -149,7 +148,7 @@ def start_state(
     cache: kv.KVCache,
     drafter: Any,
     logprobs: int | None = None,
-    acceptance: Acceptance | None = None,
+    acceptance: Any = None,
 ) -> DecodeState:
     """The state in front of the first step, for prompts int32 [batch, capacity] whose prefill has filled `cache`."""
     return DecodeState(
@@ -214,7 +213,9 @@ def fill_slots(
         drafter=fill_drafter(state.drafter, prefilled.drafter, put),
         sampling=jax.tree.map(choose, rows.sampling, state.sampling),
         grammar_states=jax.tree.map(choose, rows.grammar_states, state.grammar_states),
-        acceptance=jax.tree.map(lambda x: choose(jnp.zeros_like(x), x), state.acceptance),
+        acceptance=state.acceptance
+        if getattr(state.acceptance, "kept", False)
+        else jax.tree.map(lambda x: choose(jnp.zeros_like(x), x), state.acceptance),
     )
 
 

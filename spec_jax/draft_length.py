@@ -66,6 +66,7 @@ class CostModel:
     weight: float = 4.0
     fade: float = 0.95
     rest: float = 0.99
+    timed = True  # it asks what steps cost
 
     def init(self, batch: int) -> Acceptance:
         zero = jnp.zeros((batch, len(self.priors)), jnp.float32)

@@ -16,6 +16,7 @@ from spec_jax import rule_names
 from spec_jax.config import SpeculativeConfig, auto_widths, choose_width, parse_speculative_config
 from spec_jax.decode import Decoder
 from spec_jax.draft_length import CostModel
+from spec_jax.draft_policies import CONFIDENCE, SURVIVAL, BatchTable, HeuristicSchedule, StopRule
 from spec_jax.drafting.base import Drafter, NoDrafter
 from spec_jax.drafting.registry import build_drafter
 from spec_jax.drafting.text_guide import TextGuide
@@ -169,8 +170,8 @@ def prepare(
     # Without a token to choose nothing runs, and nothing need be measured for it.
     rows = row_blocks(exact, batch, width, target.module if active else None)
     built, params = drafter if drafter else build_drafter(config, target, rows)
-    policy = draft_length_policy(built, width, rows) if width_asked == "auto" else None
-    decoder = _decoder(target, built, width, (config.rule, config.rule_options), rows, policy=policy)
+    policy = draft_length_policy(built, width, rows, config, width_asked == "auto")
+    decoder = _decoder(target, built, width, (config.rule, config.rule_options), rows, None, policy, stop_rule(config))
     tree = built.parents is not None or built.dynamic_tree
     level = "lossy" if config.rule in rule_names.LOSSY else level_of(rows, exact, tree)
     capacity = capacity_for(longest, max(width, built.needs.slots))
@@ -209,7 +210,7 @@ def make_decoder(
         raise ValueError(f"prefill_chunk={prefill_chunk!r} must be a positive integer, or None for the default")
     auto = verify_width == "auto"
     rows = row_blocks(True if auto and exact is None else exact, batch, width, target.module)
-    policy = draft_length_policy(drafter, width, rows) if auto else None
+    policy = draft_length_policy(drafter, width, rows, SpeculativeConfig(), auto)
     decoder = _decoder(target, drafter, width, (rule, options), rows, prefill_chunk, policy)
     return decoder.init, decoder.run
 
@@ -273,18 +274,35 @@ def _free_bytes() -> int:
         return ASSUMED_FREE
 
 
-def draft_length_policy(drafter: Any, width: int, rows: RowBlocks) -> CostModel | None:
-    """The policy of verify_width="auto"; None where nothing is drafted."""
+def draft_length_policy(drafter: Any, width: int, rows: RowBlocks, config: SpeculativeConfig, auto: bool) -> Any:
+    """What chooses the draft length: of `auto` the cost model, else what the configuration says; None: nothing."""
     if drafter.num_nodes == 0:
         return None
-    return CostModel((width,) if rows.independent else auto_widths(width), drafter.priors)
+    widths = (width,) if rows.independent or not auto else auto_widths(width)
+    if auto:
+        return CostModel(widths, drafter.priors)
+    if config.num_speculative_tokens_per_batch_size is not None:
+        return BatchTable(widths, config.num_speculative_tokens_per_batch_size, drafter.priors)
+    if config.num_assistant_tokens_schedule in ("heuristic", "heuristic_transient"):
+        kept, k = config.num_assistant_tokens_schedule == "heuristic", drafter.num_nodes
+        return HeuristicSchedule(widths, k, k, kept, drafter.priors)
+    return None
 
 
-def _decoder(target, drafter, width, rule, rows: RowBlocks, prefill_chunk=None, policy=None) -> Decoder:
+def stop_rule(config: SpeculativeConfig) -> StopRule | None:
+    """When a model that drafts stops by itself."""
+    if config.assistant_confidence_threshold is not None:
+        return StopRule(CONFIDENCE, config.assistant_confidence_threshold)
+    if config.draft_survival_threshold is not None:
+        return StopRule(SURVIVAL, config.draft_survival_threshold)
+    return None
+
+
+def _decoder(target, drafter, width, rule, rows: RowBlocks, prefill_chunk=None, policy=None, stop=None) -> Decoder:
     # Canonical rows are prefilled one block at a time; other prefills run at as many rows as there are.
     chunk = prefill_chunk or (min(rows.block, MAX_CHUNK) if rows.tile is not None else MAX_CHUNK)
     rule, options = rule
-    return Decoder(target.module, drafter, target.vocab_size, width, rule, rows, chunk, policy, options)
+    return Decoder(target.module, drafter, target.vocab_size, width, rule, rows, chunk, policy, options, stop)
 
 
 def capacity_for(longest: int, width: int) -> int:

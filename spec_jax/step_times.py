@@ -128,7 +128,7 @@ def _polished(found: list[tuple[int, int, int, float]]) -> dict[tuple[int, int],
 
 def step_times(decoder: Decoder, batch: int, capacity: int) -> StepTimes | None:
     """What is known of this decoder's steps; None where no policy asks."""
-    if decoder.policy is None:
+    if decoder.policy is None or not decoder.policy.timed:
         return None
     key = (decoder, batch, capacity)
     if key not in _known:

@@ -17,6 +17,7 @@ from jax import lax
 
 from spec_jax import sampling as sampling_lib
 from spec_jax.cache import KVCache
+from spec_jax.draft_policies import StopRule
 from spec_jax.models.layers import RowBlocks
 from spec_jax.processors import NOTHING, Committed, read_draft
 from spec_jax.sampling import SamplingState
@@ -164,6 +165,8 @@ class View:
       committed: what the options need to know of the committed text; None where no row uses any.
       grammar_states: per grammar its state in front of `last`.
       first: bool [batch], whether `last` is the last token of the prompt.
+      wanted: int32 [batch], draft tokens that will be verified at most; None: as many as there are.
+      stop: when a model stops drafting; None: not before its last token.
     """
 
     tokens: jax.Array
@@ -178,6 +181,8 @@ class View:
     committed: Committed | None = None
     grammar_states: tuple[Any, ...] = ()
     first: jax.Array | None = None
+    wanted: jax.Array | None = None
+    stop: StopRule | None = flax.struct.field(pytree_node=False, default=None)
 
     @property
     def draft_purpose(self) -> int:
@@ -279,10 +284,19 @@ class NoDrafter(BaseDrafter):
 
 @flax.struct.dataclass
 class Proposal:
-    """Draft tokens int32 [batch, k] of an autoregressive drafter and, where sampled, their laws [batch, k, vocab]."""
+    """What an autoregressive drafter has drafted.
+
+    Attributes:
+      tokens: int32 [batch, k].
+      probs: their laws [batch, k, vocab], where they were sampled.
+      count: int32 [batch], the leading tokens that are proposed.
+      steps: int32, tokens that were drafted in every row, proposed or not.
+    """
 
     tokens: jax.Array
     probs: jax.Array | None
+    count: jax.Array
+    steps: jax.Array
 
 
 def draft_chain(
@@ -294,7 +308,7 @@ def draft_chain(
     sample: bool,
     vocab_size: int,
 ) -> tuple[Proposal, Any]:
-    """Drafts a chain token by token, inside one `lax.scan`.
+    """Drafts a chain token by token, inside one loop, until every row has what is wanted or has stopped by itself.
 
     Args:
       next_logits: (carry, token [batch], step) -> (logits float32 [batch, vocab], carry).
@@ -307,10 +321,11 @@ def draft_chain(
     """
     keep_q = sample and view.rule != "coupled"
     purpose = view.draft_purpose if keep_q or view.rule == "coupled" else None
-    processors = view.sampling.processors
+    processors, batch = view.sampling.processors, first.shape[0]
+    most = jnp.full(batch, steps) if view.wanted is None else jnp.where(view.live, view.wanted, 0)
 
     def step(carry, index):
-        token, path, states, inner = carry
+        token, path, states, open_to, survival, inner = carry
         logits, inner = next_logits(inner, jnp.maximum(token, 0), index)  # NO_TOKEN would index from the end
         fed = token if processors is None else jnp.where(view.first & (index == 0), NOTHING, token)
         history = read_draft(processors, view.committed, path, index, fed, states)
@@ -323,9 +338,32 @@ def draft_chain(
         if history is not None:
             path = path.at[:, index].set(token)
             states = jax.tree.map(lambda x: x[:, 0], history.after)
-        return (token, path, states, inner), (token, probs)
+        counted, open_to = open_to, open_to & (index + 1 < most)
+        if view.stop is not None:
+            raw = sampling_lib.mask_padding(logits.astype(jnp.float32), vocab_size)
+            score = jnp.take_along_axis(raw, jnp.maximum(token, 0)[:, None], axis=1)[:, 0]
+            confidence = jnp.exp(score - jax.nn.logsumexp(raw, axis=1))
+            survival = survival * confidence
+            open_to = open_to & view.stop.goes_on(survival, confidence)
+        return (token, path, states, open_to, survival, inner), (token, probs, counted)
 
-    path = jnp.full((first.shape[0], steps), NOTHING, jnp.int32)
-    start = (first, path, view.grammar_states, carry)
-    (_, _, _, carry), (tokens, probs) = lax.scan(step, start, jnp.arange(steps))
-    return Proposal(tokens.T, None if probs is None else jnp.moveaxis(probs, 0, 1)), carry
+    path = jnp.full((batch, steps), NOTHING, jnp.int32)
+    start = (first, path, view.grammar_states, most > 0, jnp.ones(batch), carry)
+    if view.wanted is None and view.stop is None:
+        (*_, carry), (tokens, probs, _) = lax.scan(step, start, jnp.arange(steps))
+        tokens, probs = tokens.T, None if probs is None else jnp.moveaxis(probs, 0, 1)
+        return Proposal(tokens, probs, jnp.full(batch, steps, jnp.int32), jnp.int32(steps)), carry
+    shapes = jax.eval_shape(step, start, jnp.int32(0))[1]
+    found = jax.tree.map(lambda x: jnp.zeros((batch, steps, *x.shape[1:]), x.dtype), shapes)
+
+    def unfinished(loop):
+        index, inner, _ = loop
+        return (index < steps) & (inner[3] & view.live).any()
+
+    def draft(loop):
+        index, inner, found = loop
+        inner, one = step(inner, index)
+        return index + 1, inner, jax.tree.map(lambda x, y: x.at[:, index].set(y), found, one)
+
+    ran, (*_, carry), (tokens, probs, counted) = lax.while_loop(unfinished, draft, (jnp.int32(0), start, found))
+    return Proposal(tokens, probs, counted.sum(axis=1, dtype=jnp.int32), ran), carry

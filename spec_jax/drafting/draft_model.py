@@ -196,8 +196,9 @@ class DraftModelDrafter(TreeDrafter):
         )
         q = None if proposal.probs is None else DraftProbs(proposal.probs)
         # Step j (from 0) feeds the token at position length - 1 + j, which must lie in the draft model's context.
-        count = jnp.clip(self.max_positions - view.length + 1, 0, self.num_nodes)
-        fed = view.length - 1 + self.num_nodes
+        count = jnp.minimum(proposal.count, jnp.maximum(self.max_positions - view.length + 1, 0))
+        # Where nothing ran, the cache is as it was; it holds no more than the text in front of the last token.
+        fed = jnp.where(proposal.steps > 0, view.length - 1 + proposal.steps, state.cache.length)
         return Draft(proposal.tokens, count, q), DraftModelState(cache.replace(length=fed), state.tail)
 
     def _fit(self, logits: jax.Array) -> jax.Array:

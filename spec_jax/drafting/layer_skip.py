@@ -69,12 +69,13 @@ class LayerSkipDrafter(TreeDrafter):
         )
         states = None
         if reuse:  # of the last draft token too, which nothing was drafted behind
-            _, carry = run(carry, jnp.maximum(proposal.tokens[:, -1], 0), self.num_nodes, head=False)
+            newest = proposal.tokens[:, jnp.maximum(proposal.steps - 1, 0)]
+            newest = jnp.where(proposal.steps > 0, jnp.maximum(newest, 0), view.last)
+            _, carry = run(carry, newest, proposal.steps, head=False)
             states = ExitStates(carry[1], jnp.bool_(True), exit_layer)
         cache = carry[0].replace(length=committed)
         q = None if proposal.probs is None else DraftProbs(proposal.probs)
-        count = jnp.full(view.length.shape, self.num_nodes, jnp.int32)
-        return Draft(proposal.tokens, count, q, target_cache=cache, exit=states), state
+        return Draft(proposal.tokens, proposal.count, q, target_cache=cache, exit=states), state
 
     def _forward(self, view, tokens, cache, depth, ancestors, active=None, head=True):
         """Logits float32 [batch, rows, vocab] of the chosen layers and the head, the cache written by them, and their

@@ -128,7 +128,7 @@ def test_a_cascade_takes_fewer_passes_of_its_model(monkeypatch):
 @pytest.mark.parametrize("config, words", [
     ({"method": "hybrid"}, "a list of 2 configurations"),
     ({"method": "hybrid", "drafters": [{"method": "ngram"}]}, "a list of 2 configurations"),
-    ({"method": "ngram", "drafters": [{"method": "ngram"}]}, "belongs to the methods 'hybrid' and 'cascade'"),
+    ({"method": "ngram", "drafters": [{"method": "ngram"}]}, "belongs to method='hybrid' and method='cascade'"),
     ({"method": "hybrid", "drafters": [{"method": "layer_skip"}, {"method": "ngram"}]}, "must copy chains"),
     ({"method": "hybrid", "drafters": [{"method": "ngram"}, {"method": "none"}]}, "cannot have method='none'"),
     ({"method": "hybrid", "num_speculative_tokens": 2, "drafters": [{"method": "ngram"}, {"method": "layer_skip"}]},
