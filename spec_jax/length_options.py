@@ -18,7 +18,7 @@ def check_lengths(config: Any) -> None:
         raise ValueError(f"num_assistant_tokens_schedule={schedule!r} must be one of {', '.join(SCHEDULES)}")
     schedule = None if schedule == "constant" else schedule
     if table is not None:
-        settle(config, "num_speculative_tokens_per_batch_size", _checked_table(table, config.num_speculative_tokens))
+        settle(config, "num_speculative_tokens_per_batch_size", _checked_table(table, config))
     chosen = [
         name
         for name, given in (
@@ -30,8 +30,6 @@ def check_lengths(config: Any) -> None:
     ]
     if len(chosen) > 1:
         raise ValueError(f"{' and '.join(chosen)} all choose the draft length; give one of them")
-    if chosen and config.method == "none":
-        raise ValueError(f"{chosen[0]} chooses a draft length, and method='none' drafts nothing")
     if chosen and config.drafts_tree:
         raise ValueError(f"{chosen[0]} chooses how much of a chain is verified, and method={config.method!r} drafts a "
                          f"tree here")  # fmt: skip
@@ -56,7 +54,9 @@ def _by_text(config: Any) -> bool:
     return config.use_heterogeneous_vocab == "text"
 
 
-def _checked_table(table: Any, most: Any) -> tuple[tuple[int, int, int], ...]:
+def _checked_table(table: Any, config: Any) -> tuple[tuple[int, int, int], ...]:
+    own = config.method == "none"  # the drafter may be the caller's own, whose length is not known here
+    most = float("inf") if own else config.num_speculative_tokens
     rows = table if isinstance(table, (list, tuple)) else ()
     ok = bool(rows) and all(isinstance(row, (list, tuple)) and len(row) == 3 and all(map(is_int, row)) for row in rows)
     if not ok or not all(1 <= low <= high and 0 <= k <= most for low, high, k in rows):

@@ -94,6 +94,22 @@ def config_of(name, is_packed=False):
         "block, greedy drafts": MODEL | {"model": draft, "rejection_sample_method": "block"},
         "coupled": MODEL | {"model": draft},
         "ngram": {"method": "ngram", "num_speculative_tokens": 2, "rejection_sample_method": "standard"},
+        "unsure": MODEL
+        | {"model": draft, "draft_sample_method": "probabilistic", "assistant_confidence_threshold": 0.4},
+        "surviving": MODEL | {"model": draft, "draft_sample_method": "probabilistic", "draft_survival_threshold": 0.6},
+        "hybrid": {
+            "method": "hybrid",
+            "hybrid_threshold": 0.3,
+            "drafters": [
+                {"method": "ngram", "num_speculative_tokens": 2},
+                MODEL | {"model": draft, "draft_sample_method": "probabilistic"},
+            ],
+        },
+        "recycling": {
+            "method": "recycling",
+            "speculative_token_tree": [[0], [1], [0, 0]],
+            "rejection_sample_method": "recursive",
+        },
         "layer_skip": {
             "method": "layer_skip",
             "num_speculative_tokens": 2,
@@ -114,6 +130,8 @@ def config_of(name, is_packed=False):
         ),
         *(pytest.param("block", o, marks=SLOW) for o in OPTIONS),
         pytest.param("recursive", OPTIONS[5], marks=SLOW),
+        pytest.param("unsure", OPTIONS[1], marks=SLOW),
+        pytest.param("surviving", OPTIONS[2], marks=SLOW),
         pytest.param("coupled", OPTIONS[5], marks=SLOW),
         pytest.param("coupled", OPTIONS[0], marks=SLOW),
     ],
@@ -148,12 +166,12 @@ def test_packed_models_keep_the_law(name, options):
     "name",
     [
         pytest.param(name, marks=SLOW)
-        for name in ("plain", "layer_skip", "greedy drafts", "block, greedy drafts", "ngram")
+        for name in ("plain", "layer_skip", "greedy drafts", "block, greedy drafts", "ngram", "hybrid", "recycling")
     ],
 )
 def test_other_ways_of_drafting_keep_the_law(name):
     options = {"temperature": 1.0, "top_k": 4}
-    prompt = (0, 2, FIRST, 3, 0, 4, FIRST) if name == "ngram" else (FIRST,)
+    prompt = (0, 2, FIRST, 3, 0, 4, FIRST) if name in ("ngram", "hybrid", "recycling") else (FIRST,)
     result = sample(config_of(name), options, prompt)
     assert chi_square(result.sequences, outputs_law(processed(TARGET_TABLE, **options))) > 1e-4
     if name != "plain":
