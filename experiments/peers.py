@@ -138,7 +138,7 @@ def engine_from(text: str) -> tuple[str, Callable[..., Any]]:
     module, _, attribute = text.partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise ValueError(f"--engine {text}: {error}; give package.module:Class") from None
     return str(getattr(found, "name", text)), lambda target, *where: found(*where)
 
@@ -343,6 +343,8 @@ def run(arguments: argparse.Namespace) -> int:
     if min(arguments.count, arguments.max_tokens, arguments.repeats) < 1:
         raise ValueError("--count, --max-tokens and --repeats must be at least 1")
     plans = [*map(engine_of, arguments.engines), *map(engine_from, arguments.engine)]
+    if not plans:
+        raise ValueError("no engine is named; give --engines or --engine")
     path, threads = str(hub.find_model(arguments.model)), environment.cpu_cores()
     target = spec_jax.load_model(path, dtype=arguments.dtype)
     items = read_items(target, arguments.prompts, arguments.count, arguments.max_tokens)

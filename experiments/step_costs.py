@@ -152,6 +152,8 @@ def summary(target, rows: list[dict], runs: list[str]) -> dict:
 
 def run(arguments: argparse.Namespace) -> None:
     runs = parse_runs(arguments.runs)
+    if arguments.output:
+        Path(arguments.output).touch()  # what cannot be written must not cost a run
     target = spec_jax.load_model(arguments.model, dtype=arguments.dtype)
     report = {}
     for path in arguments.prompts:

@@ -24,7 +24,7 @@ from spec_jax.generation import encode_prompts
 from spec_jax.prompts import Prompt, builtin_prompts, limit_per_category, model_input
 from spec_jax.scalars import ScalarWriter
 
-METHODS = ("ngram", "suffix", "layer_skip", "draft_model")
+METHODS = ("ngram", "suffix", "sam", "recycling", "jacobi", "lookahead", "layer_skip", "draft_model")
 DEFAULT_METHODS = ("ngram:auto", "ngram", "layer_skip:2")
 ALL = "all"
 NGRAM = 8

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import hashlib
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ DONATED = {"run": (2,), "fill": (0,)}
 """Arguments whose memory a program takes over."""
 
 _programs: collections.OrderedDict[Any, Any] = collections.OrderedDict()
+_lock = threading.Lock()
 _compilations = 0
 
 
@@ -32,14 +34,16 @@ def compiled(decoder: Decoder, name: str, *arguments: Any) -> tuple[Any, float]:
     global _compilations
     leaves, structure = jax.tree.flatten(arguments)
     key = (decoder, name, structure, tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in map(jax.typeof, leaves)))
-    if key in _programs:
-        _programs.move_to_end(key)
-        return _programs[key], 0.0
+    with _lock:
+        if key in _programs:
+            _programs.move_to_end(key)
+            return _programs[key], 0.0
     start = time.perf_counter()
     program = jax.jit(getattr(decoder, name), donate_argnums=DONATED.get(name, ())).lower(*arguments).compile()
-    _programs[key] = program
-    if len(_programs) > KEPT:
-        _programs.popitem(last=False)
+    with _lock:
+        _programs[key] = program
+        if len(_programs) > KEPT:
+            _programs.popitem(last=False)
     _compilations += 1
     return program, time.perf_counter() - start
 

@@ -23,7 +23,7 @@ MAX_BYTES = 4 * MAX_TOKENS
 VERSION = 1
 KEPT = 2
 
-_loaded: collections.OrderedDict[Any, SuffixIndex] = collections.OrderedDict()
+_loaded: collections.OrderedDict[Any, tuple[SuffixIndex, Any]] = collections.OrderedDict()  # with the tokenizer
 
 
 def load_datastore(path: str | Path, tokenizer: Any, depth: int) -> SuffixIndex:
@@ -45,11 +45,11 @@ def load_datastore(path: str | Path, tokenizer: Any, depth: int) -> SuffixIndex:
         if found.st_size > MAX_BYTES:
             raise ValueError(f"datastore={path} has {found.st_size} bytes; at most {MAX_BYTES} can be loaded, which is "
                              f"about {MAX_TOKENS} tokens: give a smaller corpus")  # fmt: skip
-        _loaded[key] = jax.device_put(_built(path, tokenizer, depth))
+        _loaded[key] = jax.device_put(_built(path, tokenizer, depth)), tokenizer  # which keeps its id
         while len(_loaded) > KEPT:
             _loaded.popitem(last=False)
     _loaded.move_to_end(key)
-    return _loaded[key]
+    return _loaded[key][0]
 
 
 def _built(path: Path, tokenizer: Any, depth: int) -> SuffixIndex:

@@ -201,6 +201,8 @@ class Slots:
         taken = self._times.take() if self._times is not None and steps else None
         if taken is not None:
             steps = 1
+        elif self._times is not None:
+            steps = self._times.steps(steps)
         if self._guide is not None and steps:
             steps = 1
             held = {i: r.prompt + self.new_ids(i) for i, r in enumerate(self._held) if r is not None}

@@ -8,6 +8,7 @@ and the oldest one is forgotten.
 from __future__ import annotations
 
 import collections
+import threading
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,7 +18,9 @@ from spec_jax.decode import Decoder
 from spec_jax.draft_length import Pace, default_pace
 
 ROUNDS = 5
-"""Measurements of every width, in turns, before the policy goes by them."""
+"""Measurements of every width, in turns, behind a first one that serves until then."""
+PAUSE = 3
+"""Steps between two that measure, once every width was measured: a first call must not be spent on measuring."""
 WINDOW = 9
 """Rounds that count: the latest ones."""
 SHARE = 0.02
@@ -26,6 +29,7 @@ POLISHES = 4
 KEPT = 64
 
 _known: collections.OrderedDict[Any, StepTimes] = collections.OrderedDict()
+_lock = threading.Lock()
 
 
 class StepTimes:
@@ -43,10 +47,11 @@ class StepTimes:
         counts = sorted({1, 2, *(k * 2**i for i in range(1, 16) for k in (2, 3))})
         chosen = [n for n in counts if n < nodes + 1] if len(widths) == 1 else widths[:-1]
         self._round_of = [-1, *chosen, nodes + 1]
-        self._rounds = ROUNDS + 1  # the first one warms up
+        self._rounds = ROUNDS + 1  # the first one warms up, and is forgotten
         self._orders = collections.deque((turn, order) for turn in range(self._rounds) for order in self._round_of)
         self._seconds: list[tuple[int, int, int, float]] = []  # round, order, live rows, seconds
         self._rested = 0.0  # seconds of steps since the last round
+        self._paused = False  # whether other steps ran since the last one that measured
         self._fitted: tuple[Any, Pace] | None = None  # to which measurements
 
     @property
@@ -55,49 +60,60 @@ class StepTimes:
         return not self._orders
 
     def take(self) -> tuple[int, int] | None:
-        """The round and the order (`Pace.forced`) of a step that shall measure; None where all have been taken.
+        """The round and the order (`Pace.forced`) of a step that shall measure; None where none shall now.
 
         Each is given to one caller, so that calls in several threads may share the work.
         """
         try:
+            if PAUSE and self._orders[0][0] and not self._paused:
+                return None
+            self._paused = False
             return self._orders.popleft()
         except IndexError:
             return None
 
+    def steps(self, most: int) -> int:
+        """How many of `most` steps may run before the next one that measures."""
+        return most if self.done else min(most, max(PAUSE, 1))
+
     def add(self, taken: tuple[int, int], live: int, seconds: float) -> None:
         """Records the step that was `taken`, with `live` rows."""
         turn, order = taken
-        if turn:
-            self._seconds.append((turn, order, live, seconds))
+        self._seconds.append((turn, order, live, seconds))
 
     def rest(self, seconds: float) -> None:
         """Tells of steps that did not measure; where they took long enough, another round is due."""
-        if not self.done or not self._seconds:
+        self._paused, found = True, list(self._seconds)  # other threads may add to it
+        if not self.done or not found:
             return
         self._rested += seconds
-        cost = float(np.mean([s for *_, s in self._seconds])) * len(self._round_of)
+        cost = float(np.mean([s for *_, s in found])) * len(self._round_of)
         if self._rested * SHARE < cost:
             return
         self._rested, turn, self._rounds = 0.0, self._rounds, self._rounds + 1
-        self._seconds = [found for found in self._seconds if found[0] > turn - WINDOW]
+        self._seconds = [one for one in found if one[0] > turn - WINDOW]
         self._orders.extend((turn, order) for order in self._round_of)
 
     def pace(self, taken: tuple[int, int] | None = None) -> Pace:
         """What the decoder is told: an order, or what was measured."""
         if taken is not None:
             return default_pace(self.batch, self.nodes).replace(forced=jnp.int32(taken[1]))
-        known = len(self._seconds), *self._seconds[-1:]
-        if self._fitted is None or self._fitted[0] != known:  # steps of other threads may have come in late
-            self._fitted = known, self._fit()
-        return self._fitted[1]
+        found, fitted = list(self._seconds), self._fitted  # steps of other threads may come in late
+        known = len(found), *found[-1:]
+        if fitted is None or fitted[0] != known:
+            fitted = self._fitted = known, self._fit(found)
+        return fitted[1]
 
-    def _fit(self) -> Pace:
+    def _fit(self, found: list[tuple[int, int, int, float]]) -> Pace:
         """Seconds by rows, between the measured ones a straight line, never falling."""
-        if all(order < 0 for _, order, _, _ in self._seconds):  # other threads are still at it
+        later = [one for one in found if one[0]]
+        # The first round until another one has measured everything.
+        found = later if {order for _, order, *_ in later} >= set(self._round_of) else found
+        if not {order for _, order, *_ in found} >= set(self._round_of):  # they are still at it, or lost an order
             return default_pace(self.batch, self.nodes)
         proposed: dict[int, float] = {}
         alone: dict[int, float] = {}  # without a proposal
-        for (order, live), seconds in _polished(self._seconds).items():
+        for (order, live), seconds in _polished(found).items():
             known = alone if order < 0 else proposed
             rows = (self.batch if self._all_rows else live) * abs(order)
             known[rows] = min(known.get(rows, np.inf), seconds)
@@ -131,12 +147,13 @@ def step_times(decoder: Decoder, batch: int, capacity: int) -> StepTimes | None:
     if decoder.policy is None or not decoder.policy.timed:
         return None
     key = (decoder, batch, capacity)
-    if key not in _known:
-        _known[key] = StepTimes(decoder.drafter.num_nodes, batch, decoder.policy.widths)
-        if len(_known) > KEPT:
-            _known.popitem(last=False)
-    _known.move_to_end(key)
-    return _known[key]
+    with _lock:
+        if key not in _known:
+            _known[key] = StepTimes(decoder.drafter.num_nodes, batch, decoder.policy.widths)
+            if len(_known) > KEPT:
+                _known.popitem(last=False)
+        _known.move_to_end(key)
+        return _known[key]
 
 
 def latest() -> StepTimes | None:

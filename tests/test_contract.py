@@ -108,6 +108,8 @@ def plain(name, temperature):
     return run(OPTIONS[name], temperature).sequences[:3]
 
 
+NGRAM = {"method": "ngram", "num_speculative_tokens": K}
+NEAR = {"method": "draft_model", "num_speculative_tokens": 4}
 SUFFIX = {"num_speculative_tokens": K, "suffix_decoding_max_spec_factor": 3.0}
 
 
@@ -135,6 +137,12 @@ def drafters(name, text):
         "sam": {"method": "sam", "num_speculative_tokens": K, "sam_min_match": 1, "history": history()},
         "rest": {"method": "rest", "num_speculative_tokens": K, "datastore": history()},
         "recorded": {"method": "oracle", "num_speculative_tokens": K, "oracle_texts": text, "oracle_acceptance": 0.7},
+        "recycling": {"method": "recycling", "num_speculative_tokens": K},
+        "jacobi": {"method": "jacobi", "num_speculative_tokens": K},
+        "lookahead": {"method": "lookahead", "lookahead_window": 3, "lookahead_guesses": 2},
+        "hybrid": {"method": "hybrid", "drafters": [NGRAM, {**NEAR, "model": tiny.perturbed(model(), 0.1)}]},
+        "cascade": {"method": "cascade", "drafters": [NGRAM], "model": tiny.perturbed(model(), 0.1)},
+        "unsure": {**NEAR, "model": tiny.perturbed(model(), 0.1), "assistant_confidence_threshold": 0.5},
         "layer_skip": {"method": "layer_skip", "num_speculative_tokens": K, "exit_layer": 1},
         "draft_model": {"method": "draft_model", "num_speculative_tokens": K, "model": tiny.perturbed(model(), 0.1)},
         "eagle2": {
@@ -147,10 +155,10 @@ def drafters(name, text):
 
 
 DRAFTERS = [
-    "oracle", "script", "anti", "tree", "ngram", "suffix", "suffix_tree", "sam", "rest", "recorded", "layer_skip",
-    "draft_model", "eagle2",
+    "oracle", "script", "anti", "tree", "ngram", "suffix", "suffix_tree", "sam", "rest", "recorded", "recycling",
+    "jacobi", "lookahead", "hybrid", "cascade", "unsure", "layer_skip", "draft_model", "eagle2",
 ]  # fmt: skip
-TREES = ("tree", "suffix_tree", "rest", "eagle2")
+TREES = ("tree", "suffix_tree", "rest", "recycling", "lookahead", "eagle2")
 
 
 def assert_equal(ours, theirs, what, exact=True):
@@ -178,7 +186,9 @@ def test_plain_decoding_is_the_reference(name):
         assert any(changed) or name in ("none", "logprobs")
 
 
-@pytest.mark.parametrize("config", [None, {"method": "ngram", "num_speculative_tokens": 3}])
+@pytest.mark.parametrize(
+    "config", [None, pytest.param({"method": "ngram", "num_speculative_tokens": 3}, marks=pytest.mark.slow)]
+)
 def test_logprobs_0_gives_the_token_alone(config):
     params = {"max_tokens": 12, "logprobs": 0}
     alone, beside = (generate(model(), prompts(), config, params | {"logprobs": n}).sequences for n in (0, 1))

@@ -29,6 +29,7 @@ def nothing_measured(monkeypatch):
     """Every test measures its own steps, in which drafts are ordered: what is accepted does not hang on the clock."""
     monkeypatch.setattr(step_times, "_known", type(step_times._known)())
     monkeypatch.setattr(step_times, "SHARE", 0.0)  # no further rounds, whose time a busy machine would choose
+    monkeypatch.setattr(step_times, "PAUSE", 0)  # all that is measured is measured in the first steps
 
 
 @functools.partial(jax.jit, static_argnums=(0, 5))
@@ -309,3 +310,39 @@ def test_the_first_token_of_a_draft_is_worth_what_its_kind_was():
     draft, _ = jax.jit(lambda: drafter.propose((), (), view))()
     assert draft.kind.tolist() == [3, 1]
     assert len(drafter.priors) == 4 and list(drafter.priors) == sorted(drafter.priors)
+
+
+def test_fitting_and_measuring_may_meet(monkeypatch):
+    """A measurement of a new kind that comes in while another thread fits changes nothing of that fit."""
+    times = step_times.StepTimes(3, 4, (4,))
+    while (taken := times.take()) is not None:
+        times.add(taken, 4, EXACT[taken[1]])
+    want, polish = times.pace(), step_times._polished
+
+    def meanwhile(found):
+        times.add((2, 2), 3, 5.0)  # three rows live: not known so far
+        return polish(found)
+
+    monkeypatch.setattr(step_times, "_polished", meanwhile)
+    times._fitted = None
+    np.testing.assert_array_equal(times.pace().times, want.times)
+
+
+def test_after_one_round_other_steps_run_between_those_that_measure(monkeypatch):
+    monkeypatch.setattr(step_times, "PAUSE", 3)
+    times, orders = step_times.StepTimes(3, 1, (4,)), []
+    for _ in range(200):
+        taken = times.take()
+        orders.append(taken and taken[1])
+        if taken is None:
+            assert times.done or times.steps(1000) == 3
+            times.rest(1.0)
+        else:
+            assert times.steps(1000) == (1000 if times.done else 3)
+            times.add(taken, 1, EXACT[taken[1]])
+            if len(orders) == len(EXACT):  # the first round already tells
+                assert float(times.pace().times[4]) > float(times.pace().times[1])
+    first = len(EXACT)
+    assert orders[:first] == [-1, 1, 2, 4] and times.done and times.steps(1000) == 1000
+    rest = orders[first : first + 2 * step_times.ROUNDS * first]
+    assert rest[::2] == [None] * len(rest[::2]) and rest[1::2] == orders[:first] * step_times.ROUNDS

@@ -11,7 +11,7 @@ from spec_jax.generation import generate
 
 PROMPTS = [[7], [0, 9, 0, 9], [4, 5, 6, 7] * 4]
 BUDGET, K = 40, 6
-PACKED = pytest.mark.parametrize("packed", [False, True], ids=["XLA", "packed"])
+PACKED = pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.slow), True], ids=["XLA", "packed"])
 
 
 def model(packed=False):

@@ -67,12 +67,11 @@ def unavailable() -> str | None:
         return f"no C++ compiler was found (looked for {', '.join(COMPILERS)}; CXX may name another)"
     try:
         library = _loaded(compiler)
-    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        symbols = {name: getattr(library, symbol) for name, symbol in _TARGETS.items()}
+    except (OSError, ValueError, AttributeError, subprocess.SubprocessError) as error:
         return f"{FAILED} {shlex.join(compiler)}: {_detail(error)}"
-    for name, symbol in _TARGETS.items():
-        jax.ffi.register_ffi_target(
-            f"spec_jax_{name}", jax.ffi.pycapsule(getattr(library, symbol)), platform="cpu", api_version=1
-        )
+    for name, symbol in symbols.items():
+        jax.ffi.register_ffi_target(f"spec_jax_{name}", jax.ffi.pycapsule(symbol), platform="cpu", api_version=1)
     return None
 
 

@@ -30,7 +30,11 @@ def scripted(wrong):
     return texts, tiny.script(texts, K, wrong, counts=counts)
 
 
-@pytest.mark.parametrize("wrong", ["all", tuple(range(0, 300, 5))], ids=["always wrong", "sometimes wrong"])
+@pytest.mark.parametrize(
+    "wrong",
+    [pytest.param("all", marks=pytest.mark.slow), tuple(range(0, 300, 5))],
+    ids=["always wrong", "sometimes wrong"],
+)
 @pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
 def test_a_part_goes_on_rightly_behind_drafts_of_the_other(wrong, tree):
     """The second drafter is the target itself: whatever it drafts is right, unless its cache holds foreign drafts."""
@@ -59,6 +63,7 @@ def test_a_part_goes_on_rightly_behind_drafts_of_the_other(wrong, tree):
     {"method": "draft_model", "speculative_token_tree": TREE},
     {"method": "layer_skip", "exit_layer": 1},
 ], ids=str)  # fmt: skip
+@pytest.mark.slow
 def test_text_is_plain_decodings(second):
     near = tiny.perturbed(model(), 0.1)
     second = second | ({"model": near} if second["method"] == "draft_model" else {})
@@ -71,6 +76,7 @@ def test_text_is_plain_decodings(second):
         assert result.stats.num_accepted_tokens > 0
 
 
+@pytest.mark.slow
 def test_the_second_drafts_where_the_first_expects_less():
     """A threshold of 0 takes every proposal of the first, one out of reach none; between them something of both."""
     near = tiny.perturbed(model(), 0.1)
@@ -85,7 +91,7 @@ def test_the_second_drafts_where_the_first_expects_less():
     assert drafted[99.0] < drafted[1.0] < drafted[0.0]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", [0.0, pytest.param(0.8, marks=pytest.mark.slow)])
 def test_a_cascade_proposes_what_its_model_proposes_alone(temperature):
     near = tiny.perturbed(model(), 0.1)
     sampling = {"max_tokens": BUDGET, "temperature": temperature, "seed": 3}
@@ -145,6 +151,7 @@ def test_bad_configurations_are_refused(config, words):
         SpeculativeConfig(**config)
 
 
+@pytest.mark.slow
 def test_a_hybrid_of_sampled_drafts_keeps_the_first_ones_one_hot():
     near = tiny.perturbed(model(), 0.1)
     second = {"method": "draft_model", "model": near, "draft_sample_method": "probabilistic"}

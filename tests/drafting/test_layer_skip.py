@@ -181,6 +181,7 @@ def test_after_every_round_the_cache_is_that_of_plain_decoding(layers):
 # --- exit states ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True], ids=["XLA", "packed"])
 def test_verification_from_exit_states_has_the_bits_of_all_layers(packed):
     """Ids and log-probs are those of plain decoding, with and without them, and under a policy that skips proposals."""

@@ -7,7 +7,7 @@ import tiny
 from spec_jax.generation import generate
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize("rate", [0.6, *(pytest.param(r, marks=pytest.mark.slow) for r in (0.0, 1.0))])
 def test_the_acceptance_rate_is_the_one_asked_for(rate):
     model, sampling, prompts = tiny.tiny(), {"max_tokens": 120}, [[7], [0, 9, 0, 9], [4, 5, 6, 7] * 4]
     plain = tiny.plain(model, prompts, sampling)

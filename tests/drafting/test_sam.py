@@ -120,7 +120,7 @@ def proposals(texts, k, shortest, longest, history=()):
 
 @pytest.mark.parametrize("batch", [1, 5])
 @pytest.mark.parametrize("k, shortest, longest", [(5, 1, 64), (3, 3, 9), (12, 2, 16)])
-@pytest.mark.parametrize("with_history", [False, True])
+@pytest.mark.parametrize("with_history", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_proposals_equal_those_of_automata(batch, k, shortest, longest, with_history):
     rng = np.random.default_rng(batch)
     drafted = 0

@@ -136,7 +136,13 @@ def test_proposals_from_a_history_equal_those_of_tries(batch, tree):
 
 
 @pytest.mark.parametrize("batch", [1, 5])
-@pytest.mark.parametrize("options", [*OPTIONS, *(dict(tree=True, **o) for o in TREES)], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [*OPTIONS[4:7], {"tree": True, **TREES[1]}]
+    + [pytest.param(o, marks=pytest.mark.slow) for o in (*OPTIONS[:4], OPTIONS[7])]
+    + [pytest.param({"tree": True, **o}, marks=pytest.mark.slow) for o in (TREES[0], TREES[2])],
+    ids=str,
+)
 def test_proposals_equal_those_of_a_trie(batch, options):
     rng = np.random.default_rng(batch + len(str(options)))
     drafted, branches = 0, 0
