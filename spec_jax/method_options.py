@@ -150,10 +150,11 @@ def _check_lookahead(config: Any) -> None:
     settle(config, "lookahead_pool_from_prompt", config.lookahead_pool_from_prompt is not False)
     n, w, g = (getattr(config, name) for name in LOOKAHEAD)
     nodes = (n - 1) * (w + g) - 1
-    if config.num_speculative_tokens not in (None, nodes):
+    if config.num_speculative_tokens not in (None, 0, nodes):
         raise ValueError(f"num_speculative_tokens={config.num_speculative_tokens}: lookahead has (N - 1) * (W + G) - 1 "
                          f"= {nodes} nodes; leave it out")  # fmt: skip
-    settle(config, "num_speculative_tokens", nodes)
+    if config.num_speculative_tokens is None:
+        settle(config, "num_speculative_tokens", nodes)
 
 
 def check_always_tree(config: Any) -> None:
@@ -216,10 +217,11 @@ def check_parts(config: Any, parse: Any) -> None:
         raise ValueError(f"hybrid_threshold={threshold!r} must be a number of at least 0: accepted tokens")
     if config.method == "hybrid":
         most = max(part.num_speculative_tokens for part in parts)
-        if config.num_speculative_tokens not in (None, most):
+        if config.num_speculative_tokens not in (None, 0, most):
             raise ValueError(f"num_speculative_tokens={config.num_speculative_tokens}: a hybrid drafts as many "
                              f"tokens as its parts, {most}; give it in drafters")  # fmt: skip
-        settle(config, "num_speculative_tokens", most)
+        if config.num_speculative_tokens is None:
+            settle(config, "num_speculative_tokens", most)
         settle(config, "draft_sample_method", parts[1].draft_sample_method)
         if parts[1].drafts_tree and config.verify_width == "auto":
             raise ValueError("verify_width='auto' needs chains, and the second of drafters drafts trees")

@@ -137,9 +137,6 @@ def drafters(name, text):
         "sam": {"method": "sam", "num_speculative_tokens": K, "sam_min_match": 1, "history": history()},
         "rest": {"method": "rest", "num_speculative_tokens": K, "datastore": history()},
         "recorded": {"method": "oracle", "num_speculative_tokens": K, "oracle_texts": text, "oracle_acceptance": 0.7},
-        "recycling": {"method": "recycling", "num_speculative_tokens": K},
-        "jacobi": {"method": "jacobi", "num_speculative_tokens": K},
-        "lookahead": {"method": "lookahead", "lookahead_window": 3, "lookahead_guesses": 2},
         "hybrid": {"method": "hybrid", "drafters": [NGRAM, {**NEAR, "model": tiny.perturbed(model(), 0.1)}]},
         "cascade": {"method": "cascade", "drafters": [NGRAM], "model": tiny.perturbed(model(), 0.1)},
         "unsure": {**NEAR, "model": tiny.perturbed(model(), 0.1), "assistant_confidence_threshold": 0.5},
@@ -151,6 +148,9 @@ def drafters(name, text):
             "speculative_token_tree": "eagle2",
             "tree_depth": 3,
         },
+        "recycling": {"method": "recycling", "num_speculative_tokens": 12},
+        "jacobi": {"method": "jacobi", "num_speculative_tokens": K},
+        "lookahead": {"method": "lookahead", "lookahead_ngram_size": 3, "lookahead_guesses": 3},
     }[name], None
 
 
@@ -231,6 +231,8 @@ def test_coupled_text_is_that_of_plain_decoding_under_every_option(drafter):
             if drafter == "anti":
                 assert rate < 0.02  # nothing but a chance hit behind the end of the script
             if drafter == "eagle2":
+                assert rate > 0
+            if name == "none" and drafter in ("recycling", "jacobi", "lookahead") and temperature == 0:
                 assert rate > 0
             if name == "none" and drafter in ("suffix_tree", "sam", "rest", "recorded"):
                 assert result.stats.num_accepted_tokens > 40  # of 72: they know the text

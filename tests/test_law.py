@@ -66,7 +66,8 @@ def sample(config, options, prompt=(FIRST,), drafter=None, is_packed=False):
     params = SamplingParams(max_tokens=3, n=SAMPLES, seed=7, **options)
     target, _ = models(is_packed)
     # As narrow as three rows allow: the samples are many, and every row of a flight is computed.
-    options = {"verify_width": WIDTH, "max_batch_size": BATCH, "drafter": drafter}
+    width = 8 if config and config["method"] == "lookahead" else WIDTH
+    options = {"verify_width": width, "max_batch_size": BATCH, "drafter": drafter}
     return generate(target, [list(prompt)], config, params, **options)
 
 
@@ -80,6 +81,11 @@ OPTIONS = [
     {"temperature": 1.5, "top_p": 0.8},
     {"temperature": 1.0, "min_p": 0.2, "top_k": 4},
 ]
+
+
+LOOKAHEAD = {"method": "lookahead", "lookahead_ngram_size": 3, "lookahead_window": 2, "lookahead_guesses": 2}
+FROM_TEXT = ("ngram", "hybrid", "recycling", "recycling, traversal", "jacobi", "lookahead", "lookahead, traversal")
+"""Drafters that know nothing but their prompt when a text of three tokens begins."""
 
 
 def config_of(name, is_packed=False):
@@ -110,6 +116,14 @@ def config_of(name, is_packed=False):
             "speculative_token_tree": [[0], [1], [0, 0]],
             "rejection_sample_method": "recursive",
         },
+        "recycling, traversal": {
+            "method": "recycling",
+            "speculative_token_tree": [[0], [1], [0, 0]],
+            "rejection_sample_method": "traversal",
+        },
+        "jacobi": {"method": "jacobi", "num_speculative_tokens": 2, "rejection_sample_method": "standard"},
+        "lookahead": LOOKAHEAD | {"rejection_sample_method": "recursive"},
+        "lookahead, traversal": LOOKAHEAD | {"rejection_sample_method": "traversal"},
         "layer_skip": {
             "method": "layer_skip",
             "num_speculative_tokens": 2,
@@ -166,12 +180,12 @@ def test_packed_models_keep_the_law(name, options):
     "name",
     [
         pytest.param(name, marks=SLOW)
-        for name in ("plain", "layer_skip", "greedy drafts", "block, greedy drafts", "ngram", "hybrid", "recycling")
+        for name in ("plain", "layer_skip", "greedy drafts", "block, greedy drafts", *FROM_TEXT)
     ],
 )
 def test_other_ways_of_drafting_keep_the_law(name):
     options = {"temperature": 1.0, "top_k": 4}
-    prompt = (0, 2, FIRST, 3, 0, 4, FIRST) if name in ("ngram", "hybrid", "recycling") else (FIRST,)
+    prompt = (0, 2, FIRST, 3, 0, 4, FIRST) if name in FROM_TEXT else (FIRST,)
     result = sample(config_of(name), options, prompt)
     assert chi_square(result.sequences, outputs_law(processed(TARGET_TABLE, **options))) > 1e-4
     if name != "plain":

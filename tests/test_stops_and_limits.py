@@ -66,7 +66,12 @@ METHODS = {
     "ngram": lambda: ({"method": "ngram", "num_speculative_tokens": 4}, None),
     "layer_skip": lambda: ({"method": "layer_skip", "num_speculative_tokens": 4, "exit_layer": 1}, None),
     "draft_model": lambda: (draft_model(4), None),
+    "jacobi": lambda: ({"method": "jacobi", "num_speculative_tokens": 4}, None),
+    "recycling": lambda: ({"method": "recycling"}, None),
+    "lookahead": lambda: ({"method": "lookahead"}, None),
 }
+LEARNING = [pytest.param(name, marks=pytest.mark.slow) for name in ("jacobi", "recycling", "lookahead")]
+"""Drafters that learn from the target's logits."""
 
 
 def run(name, sampling, model=None, given=None):
@@ -88,7 +93,7 @@ def test_a_stop_token_ends_the_row_wherever_it_stands_in_a_run(name, index):
     assert wanted[1][1] == "stop" and len(wanted[1][0]) <= index + 1
 
 
-@pytest.mark.parametrize("name", ["plain", "script 7", "ngram", "layer_skip"])
+@pytest.mark.parametrize("name", ["plain", "script 7", "ngram", "layer_skip", *LEARNING])
 def test_the_models_own_end_tokens_stop_unless_ignored(name):
     ends = (expected()[0][3], expected()[2][9])
     model = dataclasses.replace(tiny.tiny(), eos_token_ids=ends)
@@ -128,7 +133,7 @@ def test_a_stop_token_that_is_also_the_last_allowed_one_counts_as_stop():
 # --- budgets ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [*list(METHODS)[:-3], *LEARNING])
 def test_never_more_tokens_than_asked_for(name):
     for budget in range(10):
         check(run(name, {"max_tokens": budget}), [(o[:budget], "length") for o in expected()])
@@ -168,7 +173,7 @@ def pad(group):
     return (group * 3)[:3]
 
 
-@pytest.mark.parametrize("name", ["plain", "script 7", "ngram", "layer_skip", "draft_model"])
+@pytest.mark.parametrize("name", ["plain", "script 7", "ngram", "layer_skip", "draft_model", *LEARNING])
 def test_prompt_and_output_never_exceed_the_context(name):
     model = dataclasses.replace(tiny.tiny(), max_model_len=32)
     given, outputs = context_texts()
@@ -247,7 +252,7 @@ def test_k_zero_never_calls_the_drafter():
             jax.eval_shape(decoder.run, tiny.tiny().params, params, state, 1)
 
 
-@pytest.mark.parametrize("method", ["ngram", "layer_skip", "draft_model"])
+@pytest.mark.parametrize("method", ["ngram", "layer_skip", "draft_model", "jacobi", "recycling", "lookahead"])
 def test_k_zero_of_every_method_is_plain_decoding(method):
     options = {"model": tiny.tiny()} if method == "draft_model" else {}
     config = {"method": method, "num_speculative_tokens": 0, **options}

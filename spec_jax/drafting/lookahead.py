@@ -44,13 +44,15 @@ class LookaheadState:
       window: int32 [batch, N - 1, W]; entry (l, j) is a guess at the token l + j places behind the current one, made l
         steps after the guesses of row 0. Entry (0, 0) is the current token.
       age: int32 [batch], steps since the window was filled with prompt tokens; its rows are predictions after N - 2.
-      tail: int32 [batch, N - 1], the newest tokens of the prompt that was read so far.
+      tail: int32 [batch, N - 1], the newest tokens of the prompt that was read so far, EMPTY where there are fewer.
+      read: int32 [batch], the position behind what was read. A session's next turn is not read from there on.
     """
 
     pool: Pool
     window: jax.Array
     age: jax.Array
     tail: jax.Array
+    read: jax.Array
 
 
 def add_grams(pool: Pool, keys: jax.Array, grams: jax.Array, wanted: jax.Array) -> Pool:
@@ -141,7 +143,8 @@ class LookaheadDrafter(BaseDrafter):
             jnp.full((batch, BUCKETS, self.guesses, size), EMPTY, jnp.int32),
         )
         window, tail = jnp.zeros((batch, size, self.window), jnp.int32), jnp.full((batch, size), EMPTY, jnp.int32)
-        return LookaheadState(pool, window, jnp.zeros(batch, jnp.int32), tail)
+        none = jnp.zeros(batch, jnp.int32)
+        return LookaheadState(pool, window, none, tail, none)
 
     def grow(self, state, capacity):
         return state
@@ -154,7 +157,8 @@ class LookaheadDrafter(BaseDrafter):
         size, live = self.ngram - 1, seen.count > 0
         # What was read: the tail of before, the chunk, and the token behind it.
         newest = jnp.take_along_axis(seen.next_tokens, jnp.maximum(seen.count - 1, 0)[:, None], axis=1)
-        text = jnp.concatenate([state.tail, seen.tokens, jnp.zeros_like(newest)], axis=1)
+        before = jnp.where((state.read == seen.start)[:, None], state.tail, EMPTY)
+        text = jnp.concatenate([before, seen.tokens, jnp.zeros_like(newest)], axis=1)
         end = size + seen.count
         text = text.at[jnp.arange(len(end)), end].set(newest[:, 0])
         at = jnp.arange(size * self.window).reshape(size, self.window)
@@ -169,7 +173,8 @@ class LookaheadDrafter(BaseDrafter):
             grams = text[:, cut]
             whole = (grams >= 0).all(axis=2) & (start + self.ngram - 1 <= end[:, None]) & live[:, None]
             pool = add_grams(pool, grams[:, :, 0], grams[:, :, 1:], whole)
-        return LookaheadState(pool, window, jnp.zeros_like(state.age), tail)
+        read = jnp.where(live, seen.start + seen.count, state.read)
+        return LookaheadState(pool, window, jnp.where(live, 0, state.age), tail, read)
 
     def _learn(self, state, seen):
         """Completes the n-grams of the window with its newest predictions, and moves it behind the accepted run."""

@@ -8,6 +8,7 @@ from made_up import Loop
 
 from spec_jax.config import SpeculativeConfig
 from spec_jax.drafting import lookahead
+from spec_jax.drafting.base import Seen
 from spec_jax.drafting.lookahead import LookaheadDrafter, merged
 from spec_jax.generation import generate
 
@@ -81,6 +82,21 @@ def test_a_new_key_takes_the_place_of_one_with_the_same_remainder(monkeypatch):
     found = {key: np.asarray(lookahead.look_up(pool, jnp.array([key])))[0].tolist() for key in (1, 2, 5)}
     none = [-1, -1]
     assert found == {1: [none, none], 2: [[3, 3], none], 5: [[1, 2], [4, 4]]}
+
+
+@pytest.mark.parametrize("gap", [0, 4])
+def test_ngrams_of_the_prompt_do_not_reach_over_text_that_was_not_read(gap):
+    """A session's next turn is prefilled from behind tokens that were decoded, not read as a prompt."""
+    drafter = LookaheadDrafter(3, 2, 2, 20)
+    state = drafter.init((), None, 1, 64)
+    for start, text in ((0, [1, 2, 3, 4]), (3 + gap, [4, 5, 6])):
+        tokens, after = np.array([text[:-1]], np.int32), np.array([text[1:]], np.int32)
+        count = np.array([len(text) - 1], np.int32)
+        path = np.arange(len(text) - 1, dtype=np.int32)[None]
+        seen = Seen(tokens, after, np.array([start], np.int32), count, {}, None, path, True)
+        state = drafter.commit((), state, seen)
+    keys = [k for k in range(20) if (np.asarray(lookahead.look_up(state.pool, jnp.array([k]))) >= 0).any()]
+    assert keys == ([1, 2, 3, 4] if gap == 0 else [1, 2, 4])
 
 
 def test_chains_are_merged_without_equal_siblings():
