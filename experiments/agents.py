@@ -25,7 +25,7 @@ from step_costs import LOOP, spread
 import spec_jax
 from spec_jax.bench import repeated_ngram_share
 from spec_jax.checks import check_counts
-from spec_jax.cli_output import console, print_json, write_csv
+from spec_jax.cli_output import print_json, print_rows, write_csv
 from spec_jax.prompts import builtin_prompts, has_chat_template, read_prompts
 
 TURNS = (
@@ -120,19 +120,6 @@ def summary(target: Any, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]
     return found
 
 
-def show(lines: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]]) -> None:
-    from rich.table import Table
-
-    table = Table(title=f"{len(rows)} turns, {sum(r['equal'] for r in rows)} with equal texts: speed-up over plain")
-    columns = list(dict.fromkeys(key for line in lines for key in line))
-    for column in columns:
-        table.add_column(column, justify="left" if column == "method" else "right")
-    for line in lines:
-        values = (line.get(column, "") for column in columns)
-        table.add_row(*(f"{value:.2f}" if isinstance(value, float) else str(value) for value in values))
-    console(stderr=False).print(table)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m-instruct")
@@ -158,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments.json:
         print_json({"summary": lines, "turns": rows})
     else:
-        show(lines, rows)
+        print_rows(lines, f"{len(rows)} turns, {sum(r['equal'] for r in rows)} with equal texts: speed-up over plain")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from step_costs import measure_file
 
 import spec_jax
 from spec_jax.checks import check_counts
-from spec_jax.cli_output import console, print_json, write_csv
+from spec_jax.cli_output import print_json, print_rows, write_csv
 from spec_jax.config import parse_speculative_config
 from spec_jax.prompts import model_input, read_prompts
 from spec_jax.requests import encode_prompts
@@ -67,16 +67,6 @@ def rows_of(name: str, report: Mapping[str, Any], runs: Sequence[str]) -> list[d
     return rows
 
 
-def show(rows: Sequence[Mapping[str, Any]]) -> None:
-    from rich.table import Table
-
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    table = Table(*columns, title="speed-up over plain decoding; projected: by the planner, not run")
-    for row in rows:
-        table.add_row(*(f"{v:.2f}" if isinstance(v := row.get(c, ""), float) else str(v) for c in columns))
-    console(stderr=False).print(table)
-
-
 def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     drafter = json.loads(arguments.drafter)
     if not isinstance(drafter, dict):
@@ -115,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments.json:
         print_json({"rows": rows})
     else:
-        show(rows)
+        print_rows(rows, "speed-up over plain decoding; projected: by the planner, not run")
 
 
 if __name__ == "__main__":

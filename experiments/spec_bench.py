@@ -27,7 +27,7 @@ from step_costs import LOOP, parse_runs, spread
 import spec_jax
 from spec_jax.bench import repeated_ngram_share
 from spec_jax.checks import check_counts
-from spec_jax.cli_output import console, print_json, write_csv
+from spec_jax.cli_output import print_json, print_rows, write_csv
 from spec_jax.prompts import DEFAULT_CATEGORY, has_chat_template
 
 RUNS = (
@@ -35,7 +35,7 @@ RUNS = (
     'ngram auto={"method": "ngram", "verify_width": "auto"}',
     'suffix auto={"method": "suffix", "verify_width": "auto"}',
 )
-OVERALL = "overall"
+OVERALL, WITHOUT_LOOPS = "overall", "overall, without loops"
 
 
 def read_questions(path: str | Path) -> list[tuple[str, list[str]]]:
@@ -96,7 +96,7 @@ def measure(target: Any, questions: Sequence, runs: Mapping[str, Any], max_token
 def table(target: Any, rows: Sequence[Mapping[str, Any]], runs: Sequence[str]) -> list[dict[str, Any]]:
     """One row per run and category, and overall, with and without loops."""
     groups = {category: [r for r in rows if r["category"] == category] for category in {r["category"]: 0 for r in rows}}
-    groups |= {OVERALL: list(rows), f"{OVERALL}, without loops": [r for r in rows if r["repeated"] <= LOOP]}
+    groups |= {OVERALL: list(rows), WITHOUT_LOOPS: [r for r in rows if r["repeated"] <= LOOP]}
     lines = []
     for run in ("plain", *runs):
         for group, chosen in groups.items():
@@ -118,22 +118,6 @@ def table(target: Any, rows: Sequence[Mapping[str, Any]], runs: Sequence[str]) -
                 line |= {f"projected {device}": value for device, value in projected.items()}
             lines.append(line)
     return lines
-
-
-def show(lines: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> None:
-    from rich.table import Table
-
-    out = Table(title=f"{len(rows)} questions, {sum(r['equal'] for r in rows)} with equal texts")
-    columns = list(dict.fromkeys(key for line in lines for key in line))
-    for column in columns:
-        out.add_column(column, justify="right")
-    for line in lines:
-        values = (line.get(column, "") for column in columns)
-        out.add_row(
-            *(f"{v:.2f}" if isinstance(v, float) else str(v) for v in values),
-            end_section=line["category"].startswith(f"{OVERALL},"),
-        )
-    console(stderr=False).print(out)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -160,7 +144,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments.json:
         print_json({"table": lines, "questions": rows})
     else:
-        show(lines, rows)
+        title = f"{len(rows)} questions, {sum(r['equal'] for r in rows)} with equal texts"
+        print_rows(lines, title, sections=(WITHOUT_LOOPS,))
 
 
 if __name__ == "__main__":

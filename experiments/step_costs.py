@@ -37,6 +37,10 @@ RUNS = {"fixed": {"method": "ngram"}, "auto": AUTO}
 """Speculative configurations that have a name."""
 
 
+CHOOSE_LENGTH = ("num_assistant_tokens_schedule", "num_speculative_tokens_per_batch_size")
+"""Keys that choose a draft length, as ordered steps do."""
+
+
 def parse_runs(texts: list[str]) -> dict[str, dict]:
     """NAME of `RUNS`, or NAME=JSON, to configurations."""
     found = {}
@@ -75,7 +79,8 @@ def measure_times(target, prompt, max_tokens: int, config: dict) -> np.ndarray |
     parsed = parse_speculative_config(config)
     if parsed.drafts_tree:
         return None
-    ordered = {**config, "verify_width": "auto", "num_speculative_tokens": parsed.num_speculative_tokens}
+    ordered = {name: value for name, value in config.items() if name not in CHOOSE_LENGTH}
+    ordered |= {"verify_width": "auto", "num_speculative_tokens": parsed.num_speculative_tokens}
     step_times.forget()
     sampling = spec_jax.SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     while not (known := step_times.latest()) or not known.done:
@@ -166,7 +171,7 @@ def run(arguments: argparse.Namespace) -> None:
             Path(arguments.output).write_text(json.dumps(report))
 
 
-def main():
+def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
@@ -175,7 +180,7 @@ def main():
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--runs", nargs="+", default=list(RUNS), metavar="NAME or NAME=JSON", help="configurations")
     parser.add_argument("--output", help="write everything measured to this JSON file")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     try:
         check_counts(count=arguments.count, max_tokens=arguments.max_tokens)
         run(arguments)

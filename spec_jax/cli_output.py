@@ -21,11 +21,29 @@ def print_json(report: dict[str, Any]) -> None:
 
 
 def write_csv(file: str, rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None = None) -> None:
-    """Writes a table; columns: those of the first row where none are given, empty in rows that lack one."""
+    """Writes a table; columns: all that occur where none are given, empty in rows that lack one."""
     with open(file, "w", newline="", encoding="utf-8") as target:
-        writer = csv.DictWriter(target, columns or list(rows[0]), lineterminator="\n", restval="")
+        columns = columns or list(dict.fromkeys(name for row in rows for name in row))
+        writer = csv.DictWriter(target, columns, lineterminator="\n", restval="")
         writer.writeheader()
         writer.writerows(rows)
+
+
+def print_rows(rows: Sequence[Mapping[str, Any]], title: str, sections: Sequence[str] = ()) -> None:
+    """Prints rows as a table on stdout; a column per key, numbers with two decimals.
+
+    Args:
+      sections: a line is drawn behind rows that have one of these values.
+    """
+    from rich.table import Table
+
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    table = Table(*columns, title=title)
+    for row in rows:
+        values = [row.get(column, "") for column in columns]
+        cells = (f"{value:.2f}" if isinstance(value, float) else str(value) for value in values)
+        table.add_row(*cells, end_section=any(value in sections for value in values))
+    console(stderr=False).print(table)
 
 
 def console(stderr: bool = True) -> Any:

@@ -258,8 +258,10 @@ def prompts_of(model, lengths, seed=0):
 
 
 def experiment(name: str):
-    """An experiment script as a module."""
+    """An experiment script as a module; it finds those beside it, as where it is run."""
     path = pathlib.Path(__file__).parent.parent / "experiments" / f"{name}.py"
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their module up
