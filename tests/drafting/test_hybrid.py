@@ -35,7 +35,7 @@ def scripted(wrong):
     [pytest.param("all", marks=pytest.mark.slow), tuple(range(0, 300, 5))],
     ids=["always wrong", "sometimes wrong"],
 )
-@pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("tree", [pytest.param(None, marks=pytest.mark.slow), TREE], ids=["chain", "tree"])
 def test_a_part_goes_on_rightly_behind_drafts_of_the_other(wrong, tree):
     """The second drafter is the target itself: whatever it drafts is right, unless its cache holds foreign drafts."""
     texts, (first, script) = scripted(wrong)
@@ -91,7 +91,8 @@ def test_the_second_drafts_where_the_first_expects_less():
     assert drafted[99.0] < drafted[1.0] < drafted[0.0]
 
 
-@pytest.mark.parametrize("temperature", [0.0, pytest.param(0.8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.slow
 def test_a_cascade_proposes_what_its_model_proposes_alone(temperature):
     near = tiny.perturbed(model(), 0.1)
     sampling = {"max_tokens": BUDGET, "temperature": temperature, "seed": 3}

@@ -33,6 +33,7 @@ def test_proposals_equal_those_of_the_fixed_point(batch, k):
     assert loop.accepted > 0
 
 
+@pytest.mark.slow
 def test_text_is_plain_decodings_also_where_a_policy_cuts_the_drafts():
     model, sampling, prompts = tiny.packed(tiny.tiny()), {"max_tokens": 60}, [[7], [0, 9, 0, 9], [4, 5, 6, 7] * 4]
     plain = tiny.plain(model, prompts, sampling)

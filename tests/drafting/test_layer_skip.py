@@ -199,6 +199,7 @@ def test_verification_from_exit_states_has_the_bits_of_all_layers(packed):
         assert run.stats.num_accepted_tokens > 0
 
 
+@pytest.mark.slow
 def test_verification_really_goes_on_from_them(monkeypatch):
     """Wrong exit states change the text, which nothing else would; below E2 at E1 they are not used."""
 

@@ -105,6 +105,7 @@ def test_chains_are_merged_without_equal_siblings():
     assert parents[0, : int(count[0])].tolist() == [-1, 0, 1, 0, 3, 1]
 
 
+@pytest.mark.slow
 def test_text_is_plain_decodings():
     model, sampling, prompts = tiny.tiny(), {"max_tokens": 60}, [[7], [0, 9, 0, 9], [4, 5, 6, 7] * 4]
     result = generate(model, prompts, {"method": "lookahead"}, sampling, max_batch_size=2)

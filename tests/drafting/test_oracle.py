@@ -21,6 +21,7 @@ def test_the_acceptance_rate_is_the_one_asked_for(rate):
     assert stats.remark == f"synthetic: drafts replay recorded texts, {rate:.0%} of their tokens right"
 
 
+@pytest.mark.slow
 def test_a_text_that_was_not_recorded_has_no_drafts_and_others_have():
     model, sampling, prompts = tiny.tiny(), {"max_tokens": 20}, [[7], [0, 9, 0, 9]]
     plain = tiny.plain(model, prompts, sampling)

@@ -69,6 +69,7 @@ def test_the_likeliest_tokens_are_those_of_a_sort(size):
     assert (found[1, 1] == -1).all()
 
 
+@pytest.mark.slow
 def test_text_is_plain_decodings():
     model, sampling, prompts = tiny.tiny(), {"max_tokens": 60}, [[7], [0, 9, 0, 9], [4, 5, 6, 7] * 4]
     result = generate(model, prompts, {"method": "recycling", "num_speculative_tokens": 12}, sampling, max_batch_size=2)

@@ -58,6 +58,7 @@ def test_proposals_equal_the_likeliest_part_of_a_trie(batch, tree):
     assert drafted > 60
 
 
+@pytest.mark.slow
 def test_text_is_plain_decodings():
     model, sampling, prompts = tiny.tiny(), {"max_tokens": 30}, [[7], [0, 9, 0, 9], [4, 5, 6, 7] * 4]
     plain = tiny.plain(model, prompts, sampling)

@@ -138,6 +138,7 @@ def test_proposals_equal_those_of_automata(batch, k, shortest, longest, with_his
     assert drafted > 40
 
 
+@pytest.mark.slow
 def test_text_is_plain_decodings_and_every_step_drafts_what_the_automaton_says():
     model, sampling, prompts = tiny.tiny(), {"max_tokens": 40}, [[7], [0, 9, 0, 9], [4, 5, 6, 7] * 4]
     plain = tiny.plain(model, prompts, sampling)

@@ -80,7 +80,8 @@ def test_the_law_holds_where_tokens_are_missing():
     assert (shared >= 0).sum() == model.vocab_size - 60 - 2
 
 
-@pytest.mark.parametrize("temperature", [0.0, pytest.param(0.7, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.slow
 def test_drafts_by_text_are_exact_and_say_that_they_are_slow(temperature):
     model, draft, _ = pair()
     sampling = {**SAMPLING, "temperature": temperature, "seed": 2}
