@@ -16,6 +16,7 @@ from jax import lax
 
 from spec_jax import cache as kv
 from spec_jax.decode_state import DecodeState, Prefilled
+from spec_jax.draft_length import CostModel
 from spec_jax.drafting.registry import newest_params
 from spec_jax.metrics import Completion, GenerateResult
 from spec_jax.requests import Request, encode_prompts, is_conversation, make_requests, per_prompt
@@ -86,11 +87,12 @@ class Session:
         requests = make_requests(target, ids, per_prompt(sampling, len(ids)), messages)
         old = self._call
         decoder = old.decoder
+        auto = isinstance(decoder.policy, CostModel)
         call = prepare(
             target,
             requests,
             old.config,
-            decoder.width,
+            "auto" if auto else decoder.width,
             old.exact,
             max_batch_size if max_batch_size is not None else old.max_batch_size,
             (decoder.drafter, newest_params(old.config, target, old.drafter_params)),

@@ -290,6 +290,15 @@ def test_the_first_steps_of_a_call_measure_and_later_calls_know():
     assert "".join(spec_jax.stream(model, [5, 6, 5, 6], config, params) if model.tokenizer else []) == ""
 
 
+def test_a_session_goes_on_with_auto():
+    model, params = tiny.packed(tiny.tiny()), SamplingParams(max_tokens=8)
+    result = generate(model, [[5, 6, 5, 6]], {"method": "ngram", "verify_width": "auto"}, params)
+    for _ in range(2):
+        policy = result.session._call.decoder.policy
+        result = result.session.generate([[]], params)
+        assert policy is not None and result.session._call.decoder.policy == policy
+
+
 def test_auto_needs_a_chain_and_a_drafter_to_switch():
     model = tiny.tiny()
     with pytest.raises(ValueError, match="needs a drafter of chains"):
