@@ -186,7 +186,7 @@ class Decoder:
         if self.policy is None:
             return self._propose(params, drafter_params, state, committed)
         nodes, live = self.drafter.num_nodes, state.live
-        if len(self.policy.priors) > 1:  # how good a proposal is shows in the proposal
+        if self.policy.judges and len(self.policy.priors) > 1:  # how good a proposal is shows in the proposal
             draft, drafter_state = self._propose(params, drafter_params, state, committed)
         else:
             most = jnp.where(live, jnp.clip(state.limit - state.length - 1, 0, nodes), 0)

@@ -67,6 +67,7 @@ class CostModel:
     fade: float = 0.95
     rest: float = 0.99
     timed = True  # it asks what steps cost
+    judges = True  # what it chooses depends on the kind of a proposal
 
     def init(self, batch: int) -> Acceptance:
         zero = jnp.zeros((batch, len(self.priors)), jnp.float32)

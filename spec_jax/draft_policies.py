@@ -44,7 +44,7 @@ class HeuristicSchedule:
     most: int
     kept: bool = True
     priors: tuple[float, ...] = (0.7,)
-    timed = False
+    timed = judges = False
 
     def init(self, batch: int) -> Offsets:
         return Offsets(jnp.zeros(batch, jnp.int32), self.kept)
@@ -71,7 +71,7 @@ class BatchTable:
     widths: tuple[int, ...]
     entries: tuple[tuple[int, int, int], ...]
     priors: tuple[float, ...] = (0.7,)
-    timed = False
+    timed = judges = False
 
     def init(self, batch: int) -> Offsets:
         return Offsets(jnp.zeros(batch, jnp.int32))

@@ -280,6 +280,7 @@ def draft_length_policy(drafter: Any, width: int, rows: RowBlocks, config: Specu
         return None
     widths = (width,) if rows.independent or not auto else auto_widths(width)
     if auto:
+        dataclasses.replace(config, verify_width="auto")  # checks what goes with it, where it was asked for beside it
         return CostModel(widths, drafter.priors)
     if config.num_speculative_tokens_per_batch_size is not None:
         return BatchTable(widths, config.num_speculative_tokens_per_batch_size, drafter.priors)

@@ -43,6 +43,9 @@ def check_lengths(config: Any) -> None:
         if last.method not in ("draft_model", "layer_skip") or config.drafts_tree or _by_text(last):
             raise ValueError(f"{name} stops a model that drafts a chain token by token (draft_model, layer_skip); "
                              f"method={config.method!r} does not, as it was asked for here")  # fmt: skip
+        if config.draft_sample_method == "probabilistic" and config.verify_width == "auto":
+            raise ValueError(f"{name} lets the draft length depend on sampled tokens, and verify_width='auto' may drop "
+                             f"a draft for being short, which changes the law of tokens; give one of them")  # fmt: skip
         if config.draft_sample_method == "probabilistic" and config.rule in LOOKING_AHEAD:
             raise ValueError(f"{name} lets the draft length depend on sampled tokens, and rejection_sample_method="
                              f"{config.rule!r} judges tokens by what follows them; use 'standard'")  # fmt: skip

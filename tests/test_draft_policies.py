@@ -167,6 +167,8 @@ def test_text_is_plain_decodings(second, more):
     ({"method": "layer_skip", "assistant_confidence_threshold": 1.4}, "from 0 to 1"),
     ({"method": "layer_skip", "assistant_confidence_threshold": 0.4, "draft_survival_threshold": 0.4}, "not both"),
     ({"method": "layer_skip", "assistant_confidence_threshold": 0.4, "draft_sample_method": "probabilistic",
+      "verify_width": "auto"}, "changes the law"),
+    ({"method": "layer_skip", "assistant_confidence_threshold": 0.4, "draft_sample_method": "probabilistic",
       "rejection_sample_method": "block"}, "use 'standard'"),
 ])  # fmt: skip
 def test_bad_combinations_are_refused(config, words):

