@@ -143,8 +143,8 @@ class LookaheadDrafter(BaseDrafter):
             jnp.full((batch, BUCKETS, self.guesses, size), EMPTY, jnp.int32),
         )
         window, tail = jnp.zeros((batch, size, self.window), jnp.int32), jnp.full((batch, size), EMPTY, jnp.int32)
-        none = jnp.zeros(batch, jnp.int32)
-        return LookaheadState(pool, window, none, tail, none)
+        age, read = (jnp.zeros(batch, jnp.int32) for _ in range(2))  # one array in two places could not be donated
+        return LookaheadState(pool, window, age, tail, read)
 
     def grow(self, state, capacity):
         return state
