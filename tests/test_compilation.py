@@ -13,7 +13,10 @@ import pytest
 import tiny
 
 from spec_jax.compilation import compiled, program_count
+from spec_jax.config import SpeculativeConfig, choose_width
+from spec_jax.drafting.registry import build_drafter
 from spec_jax.generation import capacity_for, generate
+from spec_jax.models.layers import RowBlocks
 
 LENGTHS = (2, 6, 11)
 K = 4
@@ -108,6 +111,19 @@ def test_another_bucket_compiles_once_and_gives_the_same_text():
 def test_buckets_are_powers_of_two_of_kv_blocks_that_hold_the_flight():
     for longest, width, slots in [(1, 8, 512), (504, 8, 512), (505, 8, 1024), (1016, 8, 1024), (1009, 16, 2048)]:
         assert capacity_for(longest, width) == slots >= longest + width
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["recycling", "jacobi", "lookahead"])
+def test_drafters_that_learn_from_logits_need_no_host(method):
+    """Their state can be donated as it is made, and no step calls back."""
+    model = tiny.tiny()
+    drafter, _ = build_drafter(SpeculativeConfig(method=method), model, RowBlocks())
+    jax.block_until_ready(jax.jit(lambda s: s, donate_argnums=0)(drafter.init((), None, 3, 512)))
+    decoder = tiny.decoder_of(model, drafter, 3, choose_width(drafter.num_nodes, None))
+    state = tiny.start(decoder, model, (), prompts(), 20)
+    program, _ = compiled(decoder, "run", model.params, (), state, jnp.int32(1000), jnp.int32(1))
+    assert not any(word in program.as_text() for word in ("infeed", "outfeed", "callback"))
 
 
 def test_the_loop_runs_without_host_transfers():

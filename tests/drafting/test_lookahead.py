@@ -111,6 +111,7 @@ def test_text_is_plain_decodings():
     result = generate(model, prompts, {"method": "lookahead"}, sampling, max_batch_size=2)
     assert [s.token_ids for s in result.sequences] == tiny.plain(model, prompts, sampling)
     assert result.stats.num_accepted_tokens > 10
+    assert result.stats.acceptance_histogram[3] > 0  # all N - 1 tokens of an n-gram count
 
 
 @pytest.mark.parametrize("bad, words", [
