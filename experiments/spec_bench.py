@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from agents import Agent
 from projected import projected_speedups
 from step_costs import LOOP, parse_runs, spread
 
@@ -28,7 +29,7 @@ import spec_jax
 from spec_jax.bench import repeated_ngram_share
 from spec_jax.checks import check_counts
 from spec_jax.cli_output import print_json, print_rows, write_csv
-from spec_jax.prompts import DEFAULT_CATEGORY, has_chat_template
+from spec_jax.prompts import DEFAULT_CATEGORY
 
 RUNS = (
     'ngram={"method": "ngram"}',
@@ -60,16 +61,8 @@ def read_questions(path: str | Path) -> list[tuple[str, list[str]]]:
 
 def ask(target: Any, config: Mapping[str, Any], turns: Sequence[str], max_tokens: int) -> list[Any]:
     """The results of all turns of one question, in one session."""
-    sampling, results, session = spec_jax.SamplingParams(max_tokens=max_tokens), [], None
-    for turn in turns:
-        message = [{"role": "user", "content": turn}] if has_chat_template(target) else turn
-        if session is None:
-            result = spec_jax.generate(target, [message], dict(config) or None, sampling)
-        else:
-            result = session.generate([message], sampling)
-        session = result.session
-        results.append(result)
-    return results
+    agent = Agent(target, dict(config), None)
+    return [agent.turn(turn, max_tokens) for turn in turns]
 
 
 def measure(target: Any, questions: Sequence, runs: Mapping[str, Any], max_tokens: int, tell: Any) -> list[dict]:

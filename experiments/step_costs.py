@@ -48,13 +48,13 @@ def parse_runs(texts: list[str]) -> dict[str, dict]:
         name, separator, config = text.partition("=")
         if not separator and name not in RUNS:
             raise ValueError(f"--runs {text!r} is neither NAME=JSON nor one of {', '.join(RUNS)}")
+        if name in PLAIN or name in found:
+            raise ValueError(f"--runs: the name {name!r} is taken")
         try:
             found[name] = json.loads(config) if separator else RUNS[name]
             parse_speculative_config(found[name])
         except ValueError as error:
             raise ValueError(f"--runs {name}: {error}") from None
-        if name in PLAIN or list(found).count(name) > 1:
-            raise ValueError(f"--runs: the name {name!r} is taken")
     return found
 
 

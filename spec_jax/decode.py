@@ -377,8 +377,7 @@ class Decoder:
     def _as_proposed(self, params, drafter_params, state, committed) -> tuple[Draft, Any]:
         """An empty draft in the shape of a proposal, and the drafter's state unchanged."""
         shape, _ = jax.eval_shape(lambda: self._propose(params, drafter_params, state, committed))
-        draft = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shape.replace(target_cache=None))
-        return draft.replace(target_cache=None if shape.target_cache is None else state.cache), state.drafter
+        return Draft.empty_like(shape, state.cache), state.drafter
 
     def _propose(self, params, drafter_params, state, committed, wanted=None) -> tuple[Draft, Any]:
         last = self._last(state)

@@ -14,6 +14,7 @@ MAX_LOOKUP = 64
 SUFFIX_DEPTH = 24
 SUFFIX_FACTOR = 1.0
 SUFFIX_MIN_PROB = 0.1
+LOOKUP_MATCHES = 1, 3
 SAM_MATCHES = 3, 32
 REST_MATCHES = 2, 16
 ORACLE_ACCEPTANCE = 0.8
@@ -55,14 +56,7 @@ def check_method(config: Any, names: list[str]) -> None:
 
 
 def _check_ngram(config: Any) -> None:
-    longest, shortest = config.prompt_lookup_max, config.prompt_lookup_min
-    longest = longest if longest is not None else max(3, shortest) if is_int(shortest) else 3
-    shortest = shortest if shortest is not None else 1
-    if not (is_int(longest) and is_int(shortest) and 1 <= shortest <= longest <= MAX_LOOKUP):
-        raise ValueError(f"prompt_lookup_min={shortest!r} and prompt_lookup_max={longest!r} must be integers with 1 <= "
-                         f"min <= max <= {MAX_LOOKUP}")  # fmt: skip
-    settle(config, "prompt_lookup_max", longest)
-    settle(config, "prompt_lookup_min", shortest)
+    _check_matches(config, ("prompt_lookup_min", "prompt_lookup_max"), LOOKUP_MATCHES)
 
 
 def _check_suffix(config: Any) -> None:
@@ -101,11 +95,11 @@ def _check_use_tree(config: Any, name: str, default: bool) -> None:
 
 
 def _check_sam(config: Any) -> None:
-    _check_matches(config, "sam", SAM_MATCHES)
+    _check_matches(config, ("sam_min_match", "sam_max_match"), SAM_MATCHES)
 
 
-def _check_matches(config: Any, method: str, default: tuple[int, int]) -> None:
-    names = f"{method}_min_match", f"{method}_max_match"
+def _check_matches(config: Any, names: tuple[str, str], default: tuple[int, int]) -> None:
+    """The shortest and the longest suffix that a method looks up."""
     given = [getattr(config, name) for name in names]
     shortest = default[0] if given[0] is None else given[0]
     longest = given[1] if given[1] is not None else max(default[1], shortest) if is_int(shortest) else default[1]
@@ -117,7 +111,7 @@ def _check_matches(config: Any, method: str, default: tuple[int, int]) -> None:
 
 
 def _check_rest(config: Any) -> None:
-    _check_matches(config, "rest", REST_MATCHES)
+    _check_matches(config, ("rest_min_match", "rest_max_match"), REST_MATCHES)
     _check_use_tree(config, "rest_use_tree", default=True)
     store = config.datastore
     if store is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +52,15 @@ def over_rows(function: Callable, logits: jax.Array, rows, columns, *arrays, wan
         return found if wanted is None else jax.tree.map(functools.partial(select_rows, wanted), found, nothing)
 
     return lax.platform_dependent(wanted, rows, columns, *arrays, cpu=in_sequence, default=side_by_side)
+
+
+def each_row(function: Callable[..., Any], *arrays: jax.Array) -> Any:
+    """`function` of every row of the batch: on a CPU one after another, so that a row's loops end with its own work."""
+
+    def in_sequence(*arrays):
+        return lax.map(lambda row: function(*row), arrays)
+
+    return lax.platform_dependent(*arrays, cpu=in_sequence, default=jax.vmap(function))
 
 
 def select_rows(chosen: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:

@@ -38,6 +38,7 @@ def run(name, *arguments, capsys):
     ("draft_length", ["--prompts", "missing.jsonl"], "missing.jsonl"),
     ("step_costs", ["--prompts", "QUESTIONS", "--max-tokens", "0"], "max_tokens=0"),
     ("step_costs", ["--prompts", "QUESTIONS", "--runs", 'plain={"method": "ngram"}'], "is taken"),
+    ("step_costs", ["--prompts", "QUESTIONS", "--runs", "auto", "auto"], "is taken"),
     ("step_costs", ["--prompts", "QUESTIONS", "--output", "/nowhere/at/all.json"], "/nowhere/at/all.json"),
     ("skip_search", ["--layers", "40"], "--layers 40"),
 ])  # fmt: skip

@@ -100,6 +100,12 @@ class Draft:
     score: jax.Array | None = None
     exit: ExitStates | None = None
 
+    @classmethod
+    def empty_like(cls, shape: Draft, cache: KVCache) -> Draft:
+        """A draft of nothing, in the shape of a proposal; `cache`: the target's, where the proposal has one."""
+        empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shape.replace(target_cache=None))
+        return empty.replace(target_cache=None if shape.target_cache is None else cache)
+
 
 @flax.struct.dataclass
 class Seen:

@@ -125,8 +125,7 @@ class HybridDrafter(BaseDrafter):
         shape, after = jax.eval_shape(second)
 
         def nothing():
-            empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shape.replace(target_cache=None))
-            return empty.replace(target_cache=shape.target_cache and view.cache), state.second
+            return Draft.empty_like(shape, view.cache), state.second
 
         same = jax.tree.structure(after) == jax.tree.structure(state.second)
         needed = (view.live & ~took_first).any() if same else True

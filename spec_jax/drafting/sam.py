@@ -15,7 +15,7 @@ from jax import lax
 
 from spec_jax.drafting.base import BaseDrafter, Draft
 from spec_jax.drafting.index_walks import longest_in_index
-from spec_jax.rows import select_rows
+from spec_jax.rows import each_row, select_rows
 from spec_jax.suffix_index import SuffixIndex, node_of
 
 BEHIND = 5
@@ -86,14 +86,7 @@ class SamDrafter(BaseDrafter):
 
     def propose(self, params, state, view):
         options = self.num_nodes, self.longest
-
-        def in_sequence(tokens, length):  # so that a row's loop ends with its own match
-            return lax.map(lambda row: copied(*row, *options), (tokens, length))
-
-        def side_by_side(tokens, length):
-            return jax.vmap(lambda *row: copied(*row, *options))(tokens, length)
-
-        found = lax.platform_dependent(view.tokens, view.length, cpu=in_sequence, default=side_by_side)
+        found = each_row(lambda *row: copied(*row, *options), view.tokens, view.length)
         if isinstance(params, SuffixIndex):
             other = jax.vmap(lambda *row: copied_from_index(params, *row, *options))(view.tokens, view.length)
             better = other[2] - BEHIND > found[2]

@@ -10,12 +10,11 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from spec_jax.drafting.base import BaseDrafter, Draft
 from spec_jax.drafting.index_walks import best_in_index
 from spec_jax.drafting.suffix_text import Walk, best_in_text, limits
-from spec_jax.rows import select_rows
+from spec_jax.rows import each_row, select_rows
 from spec_jax.suffix_index import SuffixIndex
 
 
@@ -57,14 +56,7 @@ class SuffixDrafter(BaseDrafter):
           tokens: int32 [batch, capacity]; length: int32 [batch].
         """
         options = self.num_nodes, self.depth, self.factor, self.min_prob, vocab, self.dynamic_tree
-
-        def in_sequence(tokens, length):  # so that a row's loops end with its own walk
-            return lax.map(lambda row: best_in_text(*row, *options), (tokens, length))
-
-        def side_by_side(tokens, length):
-            return jax.vmap(lambda *row: best_in_text(*row, *options))(tokens, length)
-
-        own = lax.platform_dependent(tokens, length, cpu=in_sequence, default=side_by_side)
+        own = each_row(lambda *row: best_in_text(*row, *options), tokens, length)
         if not isinstance(index, SuffixIndex):
             return own
         table = jnp.asarray(limits(self.depth, self.factor, self.num_nodes))
