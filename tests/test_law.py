@@ -66,7 +66,7 @@ def sample(config, options, prompt=(FIRST,), drafter=None, is_packed=False):
     params = SamplingParams(max_tokens=3, n=SAMPLES, seed=7, **options)
     target, _ = models(is_packed)
     # As narrow as three rows allow: the samples are many, and every row of a flight is computed.
-    width = 8 if config and config["method"] == "lookahead" else WIDTH
+    width = 8 if config and config.get("method") == "lookahead" else WIDTH
     options = {"verify_width": width, "max_batch_size": BATCH, "drafter": drafter}
     return generate(target, [list(prompt)], config, params, **options)
 
