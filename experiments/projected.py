@@ -6,10 +6,13 @@ emitted, draft tokens that they verified.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from spec_jax import draft_costs
+from spec_jax import draft_costs, load_model
+from spec_jax.config import parse_speculative_config
 from spec_jax.devices import find_device
+from spec_jax.drafting.registry import skip_layers
 from spec_jax.model_costs import ModelCosts, costs_from_config
 from spec_jax.planner import speculative_step
 from spec_jax.roofline import Load
@@ -33,6 +36,19 @@ def costs_of(target: Any) -> ModelCosts:
             "torch_dtype": "bfloat16",
         }
     )
+
+
+def costs_of_drafter(target: Any, config: Mapping[str, Any]) -> draft_costs.DraftCosts:
+    """What a configured drafter costs: a hybrid as its second part in every step, a cascade as its model alone."""
+    parsed = parse_speculative_config(config)
+    if parsed.method == "hybrid":
+        parsed = parsed.drafters[1]
+    if parsed.method == "layer_skip":
+        return draft_costs.layer_skip(costs_of(target), len(skip_layers(parsed, target.config.num_layers)))
+    if parsed.method in ("draft_model", "cascade"):
+        model = load_model(parsed.model) if isinstance(parsed.model, str) else parsed.model
+        return draft_costs.draft_model(costs_of(model))
+    return draft_costs.lookup()
 
 
 def projected_speedups(

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from agents import Agent
-from projected import projected_speedups
+from projected import costs_of_drafter, projected_speedups
 from step_costs import LOOP, parse_runs, spread
 
 import spec_jax
@@ -86,7 +86,7 @@ def measure(target: Any, questions: Sequence, runs: Mapping[str, Any], max_token
     return rows
 
 
-def table(target: Any, rows: Sequence[Mapping[str, Any]], runs: Sequence[str]) -> list[dict[str, Any]]:
+def table(target: Any, rows: Sequence[Mapping[str, Any]], runs: Mapping[str, Any]) -> list[dict[str, Any]]:
     """One row per run and category, and overall, with and without loops."""
     groups = {category: [r for r in rows if r["category"] == category] for category in {r["category"]: 0 for r in rows}}
     groups |= {OVERALL: list(rows), WITHOUT_LOOPS: [r for r in rows if r["repeated"] <= LOOP]}
@@ -107,7 +107,7 @@ def table(target: Any, rows: Sequence[Mapping[str, Any]], runs: Sequence[str]) -
             line |= {"speed-up": plain / total["decode_seconds"], "median": spread(ratios)["median"]}
             if run != "plain":
                 context = round(statistics.mean(r["context"] for r in chosen))
-                projected = projected_speedups(target, mean, drafted, context)
+                projected = projected_speedups(target, mean, drafted, context, costs_of_drafter(target, runs[run]))
                 line |= {f"projected {device}": value for device, value in projected.items()}
             lines.append(line)
     return lines
@@ -131,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows = measure(target, questions, runs, arguments.max_tokens, lambda line: print(line, file=sys.stderr))
     except (ValueError, OSError) as error:
         parser.exit(2, f"error: {error}\n")
-    lines = table(target, rows, list(runs))
+    lines = table(target, rows, runs)
     if arguments.csv:
         write_csv(arguments.csv, lines)
     if arguments.json:

@@ -6,8 +6,8 @@ Hardware: any; on a CPU nothing else should run beside it.
 Expected: speculative decoding reaches at least 0.9 of what its separately timed steps promise, tokens per step x T(1) /
 (T(rows) + T(draft)); "auto" is never below 0.97 of plain decoding on any file. The figures measured are in the README.
 
-Per file: the times of a step of n rows, with its drafting, are measured by ordered steps (`spec_jax.step_times`) on its
-first prompt, for every run that drafts chains. Then every prompt is decoded plainly and by every run, in rotating
+Per file: the times of a step of n rows, with its drafting, are measured on its first prompt, for every run
+(`run_times.py`). Then every prompt is decoded plainly and by every run, in rotating
 order, so that each prompt is one interleaved pair for every ratio. Outputs of which more than a fifth of the 8-grams
 have occurred before are loops, which flatter drafts that copy; the ratios are given without them too. Beside them
 stands what the planner projects for accelerators from the same acceptances, under "projected".
@@ -18,11 +18,10 @@ import json
 import statistics
 from pathlib import Path
 
-import numpy as np
-from projected import projected_speedups
+from projected import costs_of_drafter, projected_speedups
+from run_times import run_times
 
 import spec_jax
-from spec_jax import step_times
 from spec_jax.bench import repeated_ngram_share
 from spec_jax.checks import check_counts
 from spec_jax.config import parse_speculative_config
@@ -35,10 +34,6 @@ PLAIN = {"plain": {}, "narrow": {"verify_width": 1, "exact": False}}
 """Options of `generate`; "narrow" is the fastest plain decoding, one row and no promise."""
 RUNS = {"fixed": {"method": "ngram"}, "auto": AUTO}
 """Speculative configurations that have a name."""
-
-
-CHOOSE_LENGTH = ("num_assistant_tokens_schedule", "num_speculative_tokens_per_batch_size")
-"""Keys that choose a draft length, as ordered steps do."""
 
 
 def parse_runs(texts: list[str]) -> dict[str, dict]:
@@ -64,31 +59,6 @@ def spread(values: list[float]) -> dict[str, float]:
     return {"median": middle, "quartiles": [low, high], "pairs": len(values)}
 
 
-def promised_seconds(stats, times: np.ndarray) -> float:
-    """Seconds of a run's steps by the separately measured times of steps of n rows, drafting included.
-
-    Steps without a draft compute one row. Of the others only the mean number of drafted tokens is known.
-    """
-    drafted = stats.num_draft_tokens / max(stats.num_drafts, 1)
-    with_draft = np.interp(1 + drafted, np.arange(len(times)), times)
-    return (stats.num_steps - stats.num_drafts) * times[1] + stats.num_drafts * with_draft
-
-
-def measure_times(target, prompt, max_tokens: int, config: dict) -> np.ndarray | None:
-    """Seconds of a step of n rows behind this prompt, drafting included; index 0 is not used. None: it drafts trees."""
-    parsed = parse_speculative_config(config)
-    if parsed.drafts_tree:
-        return None
-    ordered = {name: value for name, value in config.items() if name not in CHOOSE_LENGTH}
-    ordered |= {"verify_width": "auto", "num_speculative_tokens": parsed.num_speculative_tokens}
-    step_times.forget()
-    sampling = spec_jax.SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    while not (known := step_times.latest()) or not known.done:
-        spec_jax.generate(target, [prompt], ordered, sampling)
-    pace = known.pace()
-    return np.asarray(pace.times) + float(pace.draft)
-
-
 def measure_file(target, prompts, max_tokens: int, runs: dict[str, dict], tell) -> dict:
     """Everything about one file. Prompts are lists of token ids."""
     sampling = spec_jax.SamplingParams(max_tokens=max_tokens)
@@ -97,7 +67,7 @@ def measure_file(target, prompts, max_tokens: int, runs: dict[str, dict], tell) 
     for prompt in (prompts[0], longest):  # compiles
         for chosen in options.values():
             spec_jax.generate(target, [prompt], sampling=spec_jax.SamplingParams(max_tokens=4), **chosen)
-    times = {name: measure_times(target, prompts[0], max_tokens, config) for name, config in runs.items()}
+    times = {name: run_times(target, prompts[0], max_tokens, config) for name, config in runs.items()}
     rows = []
     for number, prompt in enumerate(prompts):
         order = list(options)
@@ -111,22 +81,26 @@ def measure_file(target, prompts, max_tokens: int, runs: dict[str, dict], tell) 
             "seconds": {name: s.decode_seconds for name, s in stats.items()},
             "tokens_per_step": {name: s.num_emitted_tokens / s.num_steps for name, s in stats.items()},
             "context": len(prompt) + len(ids["plain"]) // 2,
-            "drafted_per_step": {name: stats[name].num_draft_tokens / stats[name].num_steps for name in runs},
+            "drafted_per_step": {
+                name: stats[name].num_draft_tokens / stats[name].num_steps + times[name].auxiliary for name in runs
+            },
             "promise_kept": {
                 name: [
-                    float(promised_seconds(stats[n], times[name]) / stats[n].decode_seconds) for n in (name, "plain")
+                    float(times[name].promised(stats[name]) / stats[name].decode_seconds),
+                    float(stats["plain"].num_steps * times[name].alone / stats["plain"].decode_seconds),
                 ]
                 for name in runs
-                if times[name] is not None
             },
         }
         rows.append(row)
         tell(json.dumps({"prompt": number, **row}))
-    report = {name: [round(1e3 * float(t), 2) for t in known[1:]] for name, known in times.items() if known is not None}
-    return {"times_ms": report, "rows": rows, **summary(target, rows, list(runs))}
+    report = {
+        name: [round(1e3 * float(t), 2) for t in (found.alone, *found.steps[1:])] for name, found in times.items()
+    }
+    return {"times_ms": report, "rows": rows, **summary(target, rows, runs)}
 
 
-def summary(target, rows: list[dict], runs: list[str]) -> dict:
+def summary(target, rows: list[dict], runs: dict[str, dict]) -> dict:
     """Medians over pairs, of all outputs and of those that do not loop."""
     out = {
         "equal": sum(r["equal"] for r in rows),
@@ -139,7 +113,7 @@ def summary(target, rows: list[dict], runs: list[str]) -> dict:
             continue
         narrow = [r["seconds"]["plain"] / r["seconds"]["narrow"] for r in chosen]
         part = out[label] = {"plain_over_narrow_seconds": spread(narrow)}
-        for name in runs:
+        for name, config in runs.items():
             part[f"{name}_speedup"] = spread([r["seconds"]["plain"] / r["seconds"][name] for r in chosen])
             total = sum(r["seconds"]["plain"] for r in chosen) / sum(r["seconds"][name] for r in chosen)
             part[f"{name}_speedup"]["of_totals"] = total
@@ -148,10 +122,10 @@ def summary(target, rows: list[dict], runs: list[str]) -> dict:
             )
             part[f"{name}_tokens_per_step"] = tokens
             context = round(statistics.mean(r["context"] for r in chosen))
-            part[f"{name}_projected"] = projected_speedups(target, tokens, drafted, context)
-            kept = [r["promise_kept"][name] for r in chosen if name in r["promise_kept"]]
-            if kept:
-                part[f"{name}_speedup_over_promised"] = spread([ours / plain for ours, plain in kept])
+            drafter = costs_of_drafter(target, config)
+            part[f"{name}_projected"] = projected_speedups(target, tokens, drafted, context, drafter)
+            kept = [r["promise_kept"][name] for r in chosen]
+            part[f"{name}_speedup_over_promised"] = spread([ours / plain for ours, plain in kept])
     return out
 
 

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import tiny
 
@@ -23,6 +24,13 @@ def questions(tmp_path, monkeypatch):
     return str(path)
 
 
+RUNS = {
+    "recycling": {"method": "recycling"},
+    "lookahead": {"method": "lookahead"},
+    "layer_skip": {"method": "layer_skip"},
+}
+
+
 def run(name, *arguments, capsys):
     tiny.experiment(name).main([*arguments, "--json"])
     return json.loads(capsys.readouterr().out)
@@ -41,6 +49,8 @@ def run(name, *arguments, capsys):
     ("step_costs", ["--prompts", "QUESTIONS", "--runs", "auto", "auto"], "is taken"),
     ("step_costs", ["--prompts", "QUESTIONS", "--output", "/nowhere/at/all.json"], "/nowhere/at/all.json"),
     ("skip_search", ["--layers", "40"], "--layers 40"),
+    ("history_costs", ["--history", "missing.jsonl", "--prompts", "QUESTIONS"], "missing.jsonl"),
+    ("history_costs", ["--history", "QUESTIONS", "--prompts", "QUESTIONS", "--batch-sizes", "0"], "batch_sizes[0]=0"),
 ])  # fmt: skip
 def test_bad_arguments_are_one_line(name, arguments, words, questions, capsys):
     arguments = [questions if argument == "QUESTIONS" else argument for argument in arguments]
@@ -83,9 +93,35 @@ def test_draft_lengths_and_step_costs(questions, tmp_path, capsys):
     assert runs == ["K=1", "K=3", "auto", "heuristic", "heuristic, transient"]
     assert all(row["all: tokens per step"] >= 1 for row in report["rows"])
     output = tmp_path / "out.json"
-    tiny.experiment("step_costs").main(["--prompts", questions, "--max-tokens", "24", "--output", str(output)])
+    runs = [f"{name}={json.dumps(config)}" for name, config in RUNS.items()]
+    options = ["--prompts", questions, "--max-tokens", "24", "--output", str(output)]
+    tiny.experiment("step_costs").main([*options, "--runs", "auto", *runs])
     (found,) = json.loads(output.read_text()).values()
     assert found["equal"] == found["prompts"] == 3 and found["all"]["auto_speedup"]["pairs"] == 3
+    for name in RUNS:
+        alone, *steps = found["times_ms"][name]
+        assert 0 < alone and steps == sorted(steps), name
+        assert found["all"][f"{name}_speedup_over_promised"]["pairs"] == 3
+    # Of the 23 nodes of lookahead 12 are verified, and a step without any computes the others.
+    assert len(found["times_ms"]["lookahead"]) == 1 + 13 and found["rows"][0]["drafted_per_step"]["lookahead"] >= 11
+
+
+@pytest.mark.slow
+def test_the_cost_of_a_history(questions, capsys):
+    size = ["--tokens", "900", "--context", "24", "--nodes", "4", "--trials", "2", "--batch-sizes", "1", "2"]
+    report = run("history_costs", "--history", questions, "--prompts", questions, *size, capsys=capsys)
+    assert [row["batch"] for row in report["rows"]] == [1] * 3 + [2] * 3
+    for row in report["rows"]:
+        assert 0 < row["share of a step, median"] <= row["share, most"], row
+        assert 0 < row["proposed"] <= 4, row  # the contexts stand in the history
+
+
+def test_a_history_is_as_long_as_asked():
+    experiment = tiny.experiment("history_costs")
+    texts = [np.arange(7), np.arange(20, 25)]
+    history = experiment.history_of(texts, 40)
+    assert len(history) == 40
+    assert len(experiment.history_of(texts, 5)) == 5
 
 
 @pytest.mark.slow
