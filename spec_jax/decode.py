@@ -30,6 +30,7 @@ from spec_jax.draft_length import Pace, default_pace
 from spec_jax.draft_policies import StopRule
 from spec_jax.drafting.base import Draft, Seen, TargetView, View
 from spec_jax.flight import acceptable, active_rows, shape_of
+from spec_jax.in_place import run_if
 from spec_jax.kernels.masks import pack_ancestors
 from spec_jax.models.layers import RowBlocks
 from spec_jax.models.llama import ForwardOutput
@@ -192,11 +193,8 @@ class Decoder:
             most = jnp.where(live, jnp.clip(state.limit - state.length - 1, 0, nodes), 0)
             hopeful = self.policy.choose(state.acceptance, _kind(None, live), most, live, nodes, pace.times, pace.draft)
             wanted = jnp.where(pace.forced == 0, hopeful, nodes)
-            draft, drafter_state = lax.cond(
-                jnp.where(pace.forced == 0, hopeful.any(), pace.forced > 0),
-                lambda: self._propose(params, drafter_params, state, committed, wanted),
-                lambda: self._as_proposed(params, drafter_params, state, committed),
-            )
+            asked = jnp.where(pace.forced == 0, hopeful.any(), pace.forced > 0)
+            draft, drafter_state = self._propose_if(asked, params, drafter_params, state, committed, wanted)
         kind = _kind(draft, live)
         count = self.policy.choose(state.acceptance, kind, draft.count, live, nodes, pace.times)
         ordered = jnp.minimum(draft.count, jnp.maximum(pace.forced - 1, 0))
@@ -226,7 +224,7 @@ class Decoder:
             known = None  # those layers have to run to be captured
         fed, cache, known = lax.optimization_barrier((flight, cache, known))
 
-        def narrow(width, begin=None):
+        def narrow(width, begin=None, cache=cache):
             def run():
                 out = self.module.apply(
                     {"params": params},
@@ -258,12 +256,32 @@ class Decoder:
         else:
             missing = self.width - known.hidden.shape[1]
             begin = {"start": known.layer, "hidden": jnp.pad(known.hidden, ((0, 0), (0, missing), (0, 0)))}
-            out = narrow(self.width, begin)() if self.policy is None else lax.cond(
-                known.known, narrow(self.width, begin), forward)  # fmt: skip
+            if self.policy is None:
+                out = narrow(self.width, begin)()
+            elif len(widths) > 1:
+                out = lax.cond(known.known, narrow(self.width, begin), forward)
+            else:
+
+                def first_layers(carry):
+                    shape = tree_lib.depths(mask), pack_ancestors(mask), state.live, active
+                    return self._first_layers(params, fed, carry[1], shape, known.layer)
+
+                hidden, cache = run_if(~known.known, first_layers, (begin["hidden"], cache))
+                out = narrow(self.width, begin | {"hidden": hidden}, cache)()
         # Flat logits, as the head made them and as choosing reads them: around a barrier XLA copies another shape.
         shape, flat = out.logits.shape, out.logits.reshape(-1, out.logits.shape[-1])
         flat, features, cache = lax.optimization_barrier((flat, out.features, out.cache))
         return flight, ForwardOutput(flat.reshape(shape), features, cache)
+
+    def _first_layers(self, params, tokens, cache, shape, stop) -> tuple[jax.Array, kv.KVCache]:
+        """Outputs [batch, width, embed] of layer `stop` - 1, and the cache with the rows of the layers up to it."""
+
+        def run(module, tokens, cache):
+            flight = module.flight(cache, tokens.shape[1], *shape)
+            x, cache, _ = module.layers(module.embed(tokens), cache, flight, self.rows, stop=stop)
+            return x, cache
+
+        return self.module.apply({"params": params}, tokens, cache, method=run)
 
     def verify(
         self, state: DecodeState, draft: Draft, flight: jax.Array, logits: jax.Array, committed: Committed | None
@@ -374,10 +392,18 @@ class Decoder:
         batch = state.length.shape[0]
         return Draft(jnp.zeros((batch, self.drafter.num_nodes), jnp.int32), jnp.zeros(batch, jnp.int32))
 
-    def _as_proposed(self, params, drafter_params, state, committed) -> tuple[Draft, Any]:
-        """An empty draft in the shape of a proposal, and the drafter's state unchanged."""
-        shape, _ = jax.eval_shape(lambda: self._propose(params, drafter_params, state, committed))
-        return Draft.empty_like(shape, state.cache), state.drafter
+    def _propose_if(self, asked, params, drafter_params, state, committed, wanted) -> tuple[Draft, Any]:
+        """A proposal where one is asked for, else an empty draft of its shape and the drafter's state unchanged."""
+        shape, _ = jax.eval_shape(lambda: self._propose(params, drafter_params, state, committed, wanted))
+        own_cache = shape.target_cache is None
+
+        def propose(carry):
+            draft, drafter_state = carry
+            cache = state.cache if own_cache else draft.target_cache
+            now = state.replace(drafter=drafter_state, cache=cache)
+            return self._propose(params, drafter_params, now, committed, wanted)
+
+        return run_if(asked, propose, (Draft.empty_like(shape, state.cache), state.drafter))
 
     def _propose(self, params, drafter_params, state, committed, wanted=None) -> tuple[Draft, Any]:
         last = self._last(state)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from test_verify import rows_side_by_side, run_rule
-from tiny import script, tiny
+from tiny import packed, script, tiny
 
 from spec_jax import rule_names
 from spec_jax.config import parse_speculative_config
@@ -22,10 +22,10 @@ from spec_jax.requests import sampling_state
 CAPACITY, BATCH = 4096, 2
 
 
-def compile_run(drafter, params, exact=True, donate=True):
+def compile_run(drafter, params, exact=True, donate=True, auto=False):
     """The compiled `run` of a decoder and the bytes of the target's cache."""
-    model = tiny(context=CAPACITY, layers=1)
-    init, run = make_decoder(model, drafter, batch=BATCH, exact=exact)
+    model = target(auto)
+    init, run = make_decoder(model, drafter, batch=BATCH, exact=exact, verify_width="auto" if auto else None)
     tokens = jax.ShapeDtypeStruct((BATCH, CAPACITY), jnp.int32)
     row = jax.ShapeDtypeStruct((BATCH,), jnp.int32)
     state = jax.eval_shape(init, model.params, params, tokens, row, row, row, sampling_state([], BATCH))
@@ -33,6 +33,12 @@ def compile_run(drafter, params, exact=True, donate=True):
     compiled = jitted.lower(model.params, params, state, jnp.int32(100)).compile()
     one = state.cache.k[0]
     return compiled, one, 2 * one.size * one.dtype.itemsize
+
+
+def target(is_packed=False):
+    """Where rows that are not needed cost nothing, a policy may leave out work; it must not move the cache for that."""
+    model = tiny(context=CAPACITY, layers=1 + is_packed)
+    return packed(model) if is_packed else model
 
 
 def cache_copies(compiled, slots):
@@ -46,15 +52,17 @@ def cache_copies(compiled, slots):
     return loop
 
 
-def drafter_of(name):
+def drafter_of(name, auto=False):
     """(drafter, its parameters)."""
     if name == "none":
         return NoDrafter(), ()
     if name == "script":
         return script([[1]] * BATCH, 3)
-    model = tiny(context=CAPACITY, layers=1)
+    model = target(auto)
     config = {"method": name} | ({"model": model} if name == "draft_model" else {})
-    return build_drafter(parse_speculative_config(config), model, row_blocks(True, BATCH, 8))
+    if name == "hybrid":
+        config["drafters"] = [{"method": "ngram"}, {"method": "layer_skip"}]
+    return build_drafter(parse_speculative_config(config), model, row_blocks(True, BATCH, 8, model.module))
 
 
 # Without a cache of their own or the target's to write to, drafters are what "none" is.
@@ -68,6 +76,15 @@ def test_the_loop_holds_one_copy_of_the_cache(name):
     memory = compiled.memory_analysis()
     assert memory.temp_size_in_bytes < cache_bytes / 2
     assert memory.alias_size_in_bytes >= cache_bytes  # the donated state is updated in place
+    assert cache_copies(compiled, slots) == []
+
+
+@pytest.mark.parametrize("name", ["layer_skip", "draft_model", "hybrid"])
+def test_work_that_is_left_out_copies_no_cache(name):
+    """Under "auto" a step may draft nothing, and verification may begin behind the layers that have drafted."""
+    drafter, params = drafter_of(name, auto=True)
+    compiled, slots, cache_bytes = compile_run(drafter, params, auto=True)
+    assert compiled.memory_analysis().temp_size_in_bytes < cache_bytes / 2
     assert cache_copies(compiled, slots) == []
 
 

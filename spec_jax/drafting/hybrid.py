@@ -16,6 +16,7 @@ from jax import lax
 
 from spec_jax import tree as tree_lib
 from spec_jax.drafting.base import BaseDrafter, Draft, DraftProbs, Needs
+from spec_jax.in_place import run_if
 from spec_jax.rows import select_rows
 
 MEMORY = 0.1
@@ -119,17 +120,17 @@ class HybridDrafter(BaseDrafter):
         bar = state.expected if self.threshold is None else jnp.float32(self.threshold)
         took_first = view.live & (ours.count > 0) & (_score(self.first, ours) >= bar)
 
-        def second():
-            return self.second.propose(params[1], state.second, view)
+        def propose(carry):
+            draft, second = carry
+            cache = view.cache if draft is None or draft.target_cache is None else draft.target_cache
+            return self.second.propose(params[1], second, view.replace(cache=cache))
 
-        shape, after = jax.eval_shape(second)
-
-        def nothing():
-            return Draft.empty_like(shape, view.cache), state.second
-
-        same = jax.tree.structure(after) == jax.tree.structure(state.second)
-        needed = (view.live & ~took_first).any() if same else True
-        theirs, second = lax.cond(needed, second, nothing) if same else second()
+        shape, after = jax.eval_shape(propose, (None, state.second))
+        if jax.tree.structure(after) == jax.tree.structure(state.second):
+            nothing = Draft.empty_like(shape, view.cache), state.second
+            theirs, second = run_if((view.live & ~took_first).any(), propose, nothing)
+        else:
+            theirs, second = propose((None, state.second))
         if theirs.auxiliary is not None:
             raise ValueError(f"{type(self.second).__name__} has auxiliary rows and cannot be the second of a hybrid")
         draft = self._merged(ours, theirs, took_first)
