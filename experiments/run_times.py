@@ -21,6 +21,8 @@ from spec_jax.step_parts import PARTS, StepParts
 
 CHOOSE_LENGTH = ("num_assistant_tokens_schedule", "num_speculative_tokens_per_batch_size")
 """Keys that choose a draft length, as ordered steps do."""
+BY_TOKEN = ("draft_model", "layer_skip")
+"""Methods that draft one token after another, and no more than are wanted."""
 REPEATS = 7
 
 
@@ -28,20 +30,33 @@ REPEATS = 7
 class RunTimes:
     """
     Attributes:
-      steps: seconds of a step that verifies n rows, drafting included, float [rows + 1]; index 0 is not used.
-      alone: seconds of a step of one row without drafting.
+      rows: seconds of a step that verifies n rows, drafting left out, float [rows + 1]; index 0 is not used.
+      draft: seconds of a whole proposal.
+      alone: seconds of a step of plain decoding.
+      by_token: whether a shorter proposal takes less, in proportion.
+      skips: whether steps without a draft token need not have proposed any: the draft length is chosen.
       auxiliary: rows that every step computes beside those it verifies.
     """
 
-    steps: np.ndarray
+    rows: np.ndarray
+    draft: float
     alone: float
+    by_token: bool = False
+    skips: bool = False
     auxiliary: int = 0
+
+    @property
+    def steps(self) -> np.ndarray:
+        """Seconds of a step that verifies n rows, with a whole proposal."""
+        return self.rows + self.draft
 
     def promised(self, stats: Stats) -> float:
         """Seconds of a run's steps. Of those with a draft only the mean number of drafted tokens is known."""
         drafted = stats.num_draft_tokens / max(stats.num_drafts, 1)
-        with_draft = np.interp(1 + drafted, np.arange(len(self.steps)), self.steps)
-        return (stats.num_steps - stats.num_drafts) * self.steps[1] + stats.num_drafts * with_draft
+        verified = np.interp(1 + drafted, np.arange(len(self.rows)), self.rows)
+        proposed = self.draft * (drafted / (len(self.rows) - 1) if self.by_token else 1)
+        without = self.rows[1] + (0 if self.skips else self.draft)
+        return (stats.num_steps - stats.num_drafts) * without + stats.num_drafts * (verified + proposed)
 
 
 def run_times(target: Any, prompt: Sequence[int], max_tokens: int, config: Mapping[str, Any]) -> RunTimes:
@@ -56,12 +71,17 @@ def run_times(target: Any, prompt: Sequence[int], max_tokens: int, config: Mappi
         return _of_tree(target, prompt, sampling, parsed)
     ordered = {name: value for name, value in config.items() if name not in CHOOSE_LENGTH}
     ordered |= {"verify_width": "auto", "num_speculative_tokens": parsed.num_speculative_tokens}
-    step_times.forget()
-    while not (known := step_times.latest()) or not known.done:
+    spec_jax.generate(target, [prompt], ordered, sampling)
+    step_times.forget_latest()  # it may be of another file
+    while True:
         spec_jax.generate(target, [prompt], ordered, sampling)
+        known = step_times.latest()
+        if known.done:
+            break
     pace = known.pace()
-    times = np.asarray(pace.times)
-    return RunTimes(times + float(pace.draft), float(times[1]))
+    times, proposing = np.asarray(pace.times), float(pace.draft)
+    chosen = parsed.verify_width == "auto" or any(config.get(name) for name in CHOOSE_LENGTH)
+    return RunTimes(times, proposing, float(times[1]), parsed.method in BY_TOKEN, chosen)
 
 
 def _of_tree(target, prompt, sampling, config) -> RunTimes:
@@ -78,9 +98,11 @@ def _of_tree(target, prompt, sampling, config) -> RunTimes:
         for part in PARTS:
             for times in (*measured, alone):
                 times.measure(part)
-    seconds = [sum(statistics.median(times.seconds[part]) for part in PARTS) for times in (*measured, alone)]
+    draft = statistics.median(measured[-1].seconds["draft"])
+    seconds = [sum(statistics.median(t.seconds[part]) for part in PARTS if part != "draft") for t in (*measured, alone)]
     rows = [times.rows for times in measured]
-    return RunTimes(np.interp(np.arange(most + 1), rows, np.maximum.accumulate(seconds[:-1])), seconds[-1], auxiliary)
+    by_rows = np.interp(np.arange(most + 1), rows, np.maximum.accumulate(seconds[:-1]))
+    return RunTimes(by_rows, draft, seconds[-1], auxiliary=auxiliary)
 
 
 def step_parts(target: Any, prompts: Sequence[Sequence[int]], sampling: Any, config: SpeculativeConfig) -> StepParts:

@@ -164,3 +164,8 @@ def latest() -> StepTimes | None:
 def forget() -> None:
     """Measures anew in the calls that follow."""
     _known.clear()
+
+
+def forget_latest() -> None:
+    """Measures the step times that were used last anew."""
+    _known.popitem()
