@@ -157,7 +157,7 @@ class Decoder:
         `state` may be donated. `pace` tells the policy what steps cost; None: `default_pace`.
         """
         if self.policy is not None and pace is None:
-            pace = default_pace(state.length.shape[0], self.drafter.num_nodes)
+            pace = jax.tree.map(jnp.asarray, default_pace(state.length.shape[0], self.drafter.num_nodes))
 
         def unfinished(carry):
             steps, state = carry

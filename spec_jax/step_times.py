@@ -11,7 +11,6 @@ import collections
 import threading
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from spec_jax.decode import Decoder
@@ -97,7 +96,7 @@ class StepTimes:
     def pace(self, taken: tuple[int, int] | None = None) -> Pace:
         """What the decoder is told: an order, or what was measured."""
         if taken is not None:
-            return default_pace(self.batch, self.nodes).replace(forced=jnp.int32(taken[1]))
+            return default_pace(self.batch, self.nodes).replace(forced=np.int32(taken[1]))
         found, fitted = list(self._seconds), self._fitted  # steps of other threads may come in late
         known = len(found), *found[-1:]
         if fitted is None or fitted[0] != known:
@@ -122,7 +121,7 @@ class StepTimes:
         added = [proposed[n] - alone[n] for n in alone if n in proposed]  # texts may have ended between the two
         proposing = max(float(np.median(added)), 0.0) if added else 0.0
         table = np.interp(np.arange(self.batch * (self.nodes + 1) + 1), rows, seconds - proposing)
-        return Pace(jnp.asarray(table, jnp.float32), jnp.float32(proposing), jnp.int32(0))
+        return Pace(table.astype(np.float32), np.float32(proposing), np.int32(0))
 
 
 def _polished(found: list[tuple[int, int, int, float]]) -> dict[tuple[int, int], float]:
