@@ -65,4 +65,11 @@ def projected_speedups(
     tokens = min(max(tokens_per_step, 1.0), nodes + 1)
     drafter = draft_costs.lookup() if drafter is None else drafter
     costs, load = costs_of(target), Load(batch=1, context=max(context, 1))
-    return {name: speculative_step(find_device(name), costs, drafter, load, tokens, nodes).speedup for name in DEVICES}
+
+    def speedup(name):
+        found = speculative_step(find_device(name), costs, drafter, load, tokens, nodes).speedup
+        # Steps that drafted nothing did not run the drafter.
+        drafting = min(drafted_per_step / nodes, 1.0)
+        return tokens / (1 + drafting * (tokens / found - 1))
+
+    return {name: speedup(name) for name in DEVICES}
