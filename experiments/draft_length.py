@@ -97,6 +97,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     try:
         check_counts(count=arguments.count, max_tokens=arguments.max_tokens, longest=arguments.longest)
+        check_counts(**{f"lengths[{i}]": k for i, k in enumerate(arguments.lengths)})
         rows = run(arguments)
     except (ValueError, OSError) as error:
         parser.exit(2, f"error: {error}\n")

@@ -47,7 +47,9 @@ def parse_runs(texts: list[str]) -> dict[str, dict]:
             raise ValueError(f"--runs: the name {name!r} is taken")
         try:
             found[name] = json.loads(config) if separator else RUNS[name]
-            parse_speculative_config(found[name])
+            parsed = parse_speculative_config(found[name])
+            if not parsed.num_speculative_tokens:
+                raise ValueError("it drafts nothing, which is plain decoding and measured anyway")
         except ValueError as error:
             raise ValueError(f"--runs {name}: {error}") from None
     return found

@@ -54,7 +54,7 @@ class SpeculativeConfig:
       relaxed_top_k, relaxed_delta: lossy_relaxed only. Default 10 and 0.6.
       lenience: lossy_lenience only, above 0 and at most 1, where it is lossless. Default 0.5.
       num_assistant_tokens_schedule: the draft length of every row changes as Hugging Face's does: "heuristic" (two more
-        where all drafts were accepted, else one less; later requests in the same slot go on from it) or
+        where all drafts were accepted, else one less; later requests in the same slot go on from it: "coupled" only) or
         "heuristic_transient" (each request begins anew). K is where it begins and the most. Default "constant".
       num_speculative_tokens_per_batch_size: a list of [lowest, highest, K]: K by the number of rows that still decode;
         nothing is drafted outside of the ranges.

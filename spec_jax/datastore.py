@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from spec_jax import hub
-from spec_jax.suffix_index import MAX_TOKENS, SuffixIndex, build
+from spec_jax.suffix_index import MAX_TOKENS, SuffixIndex, build, is_whole
 
 MAX_BYTES = 4 * MAX_TOKENS
 """Of a corpus file; a token of English text has about four."""
@@ -38,8 +38,14 @@ def load_datastore(path: str | Path, tokenizer: Any, depth: int) -> SuffixIndex:
     Raises:
       ValueError: a file that is too large, empty, or not as said. OSError: one that cannot be read.
     """
-    path = Path(path).expanduser()
-    found = path.stat()
+    try:
+        path = Path(path).expanduser()
+        found = path.stat()
+        if not path.is_file():
+            raise ValueError("it is not a file")
+    except (OSError, RuntimeError, ValueError) as error:  # no such user, characters that no path has
+        kind = type(error) if isinstance(error, OSError) else ValueError
+        raise kind(f"datastore={str(path)!r} must be a corpus file that can be read: {error}") from None
     key = str(path.resolve()), found.st_mtime_ns, found.st_size, depth, id(tokenizer)
     if key not in _loaded:
         if found.st_size > MAX_BYTES:
@@ -60,8 +66,10 @@ def _built(path: Path, tokenizer: Any, depth: int) -> SuffixIndex:
     names = [field.name for field in dataclasses.fields(SuffixIndex) if field.name != "depth"]
     try:
         with np.load(kept) as arrays:
-            return SuffixIndex(*(arrays[name] for name in names), depth)
-    except (OSError, ValueError, KeyError):  # not there, or damaged
+            index = SuffixIndex(*(arrays[name] for name in names), depth)
+        if is_whole(index):
+            return index
+    except Exception:  # not there, or damaged in one of many ways; it can be built again
         pass
     texts = [tokenizer.encode(text, add_special_tokens=False) for text in _texts(path, content)]
     if not any(texts):
@@ -69,10 +77,10 @@ def _built(path: Path, tokenizer: Any, depth: int) -> SuffixIndex:
     index = build(texts, depth)
     try:
         kept.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=kept.parent, suffix=".npz")
-        with os.fdopen(descriptor, "wb") as file:
-            np.savez(file, **{name: getattr(index, name) for name in names})
-        os.replace(temporary, kept)
+        with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
+            temporary = Path(folder) / kept.name
+            np.savez(temporary, **{name: getattr(index, name) for name in names})
+            os.replace(temporary, kept)
     except OSError:  # it can be built again
         pass
     return index
@@ -91,7 +99,7 @@ def _texts(path: Path, content: bytes) -> Iterator[str]:
             continue
         try:
             record = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"datastore={path}, line {number}: not valid JSON ({error})") from None
         record = record.get("text") if isinstance(record, dict) else record
         if not isinstance(record, str):

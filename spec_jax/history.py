@@ -35,7 +35,9 @@ class TokenHistory:
         self.max_tokens = max_tokens
         self._texts: collections.deque[tuple[int, ...]] = collections.deque()
         self._count = 0
-        self._index: tuple[int, Any] | None = None
+        self._indices: dict[int, Any] = {}  # by depth
+        if isinstance(texts, (str, bytes)) or not isinstance(texts, Iterable):
+            raise ValueError(f"texts={texts!r:.80} must be a list of texts, each a list of token ids")
         self.add(*texts)
 
     def __len__(self) -> int:
@@ -43,23 +45,34 @@ class TokenHistory:
         return self._count
 
     def add(self, *texts: Sequence[int]) -> None:
-        """Adds texts behind the others."""
-        for text in texts:
-            ids = tuple(text.tolist() if hasattr(text, "tolist") else text)
-            if isinstance(text, str) or not all(is_int(i) and 0 <= i < MAX_ID for i in ids):
-                raise ValueError(f"a history holds token ids, not {text!r:.80}; encode texts first")
+        """Adds texts behind the others: all of them, or none where one is not a list of ids."""
+        checked = [ids for ids in map(_checked, texts) if ids]
+        for ids in checked:
             ids = ids[-self.max_tokens :]
             self._texts.append(ids)
-            self._count, self._index = self._count + len(ids), None
+            self._count += len(ids)
+            self._indices = {}
         while self._count > self.max_tokens:
             self._count -= len(self._texts.popleft())
 
     def index(self, depth: int) -> Any:
         """The `SuffixIndex` of what is kept, on the default device; built where something was added."""
-        if self._index is None or self._index[0] != depth:
+        if depth not in self._indices:
             import jax
 
             from spec_jax.suffix_index import build  # they take the backend, which the history need not
 
-            self._index = depth, jax.device_put(build(self._texts, depth))
-        return self._index[1]
+            self._indices[depth] = jax.device_put(build(self._texts, depth))
+        return self._indices[depth]
+
+
+def _checked(text: Any) -> tuple[int, ...]:
+    """The ids of one text."""
+    listed = text.tolist() if hasattr(text, "tolist") else text
+    if isinstance(listed, (str, bytes)) or not isinstance(listed, Iterable):
+        raise ValueError(f"a history holds texts, each a list of token ids, not {text!r:.80}; encode texts first, and "
+                         f"give one text as [ids]")  # fmt: skip
+    ids = tuple(listed)
+    if not all(is_int(i) and 0 <= i < MAX_ID for i in ids):
+        raise ValueError(f"a history holds token ids, from 0 to {MAX_ID - 1}, not {text!r:.80}; encode texts first")
+    return ids

@@ -33,6 +33,10 @@ def check_lengths(config: Any) -> None:
     if chosen and config.drafts_tree:
         raise ValueError(f"{chosen[0]} chooses how much of a chain is verified, and method={config.method!r} drafts a "
                          f"tree here")  # fmt: skip
+    if schedule == "heuristic" and config.rule != "coupled":
+        raise ValueError(f"num_assistant_tokens_schedule='heuristic' hands a draft length on to the next request, "
+                         f"on whose noise it depends where the two have one seed; rejection_sample_method="
+                         f"{config.rule!r} would not keep the law: use 'heuristic_transient', or 'coupled'")  # fmt: skip
     for name in ("assistant_confidence_threshold", "draft_survival_threshold"):
         value = getattr(config, name)
         if value is None:

@@ -6,10 +6,15 @@ from typing import Any
 
 from spec_jax import rule_names
 from spec_jax.checks import is_int, is_number, settle
-from spec_jax.history import TokenHistory
+from spec_jax.history import MAX_ID, TokenHistory
 
 COPYING = ("ngram", "suffix", "sam", "rest", "oracle")
 """Methods that copy from texts: chains without state, chosen deterministically (as long as they draft no tree)."""
+FOR_THE_WHOLE = (
+    "num_assistant_tokens_schedule", "num_speculative_tokens_per_batch_size", "assistant_confidence_threshold",
+    "draft_survival_threshold",
+)  # fmt: skip
+"""Options that hold for all drafts of a method that is made of others."""
 MAX_LOOKUP = 64
 SUFFIX_DEPTH = 24
 SUFFIX_FACTOR = 1.0
@@ -126,9 +131,9 @@ def _check_oracle(config: Any) -> None:
     if not is_number(rate) or not 0 <= rate <= 1:
         raise ValueError(f"oracle_acceptance={rate!r} must be a number from 0 to 1")
     ok = isinstance(texts, (list, tuple)) and texts and all(isinstance(t, (list, tuple)) and t for t in texts)
-    if not ok or not all(is_int(i) and i >= 0 for text in texts for i in text):
-        raise ValueError("method='oracle' replays recorded texts: it needs 'oracle_texts', a list with the token "
-                         "ids of prompt and output of each")  # fmt: skip
+    if not ok or not all(is_int(i) and 0 <= i < MAX_ID for text in texts for i in text):
+        raise ValueError(f"oracle_texts={texts!r:.80}: method='oracle' replays recorded texts and needs a list with "
+                         f"the token ids of prompt and output of each, from 0 to {MAX_ID - 1}")  # fmt: skip
     settle(config, "oracle_acceptance", float(rate))
     settle(config, "oracle_texts", tuple(tuple(int(i) for i in text) for text in texts))
 
@@ -139,7 +144,7 @@ def _check_lookahead(config: Any) -> None:
         if not is_int(value) or not least <= value <= MAX_LOOKAHEAD:
             raise ValueError(f"{name}={value!r} must be an integer from {least} to {MAX_LOOKAHEAD}")
         settle(config, name, value)
-    if config.lookahead_pool_from_prompt not in (None, True, False):
+    if not isinstance(config.lookahead_pool_from_prompt, bool | None):
         raise ValueError(f"lookahead_pool_from_prompt={config.lookahead_pool_from_prompt!r} must be True or False")
     settle(config, "lookahead_pool_from_prompt", config.lookahead_pool_from_prompt is not False)
     n, w, g = (getattr(config, name) for name in LOOKAHEAD)
@@ -167,7 +172,7 @@ def _check_model(config: Any) -> None:
             f"method={config.method!r} needs 'model': a hub name, a folder, a .gguf file or a loaded Model"
         )
     foreign = config.use_heterogeneous_vocab
-    if foreign not in (None, True, False, "text"):
+    if not isinstance(foreign, bool | None) and foreign != "text":
         raise ValueError(f"use_heterogeneous_vocab={foreign!r} must be True, False or 'text'")
     drawn, auto = config.draft_sample_method == "probabilistic", config.verify_width == "auto"
     if foreign == "text" and (config.method == "cascade" or config.drafts_tree or drawn or auto):
@@ -199,8 +204,13 @@ def check_parts(config: Any, parse: Any) -> None:
         if part.verify_width is not None or part.rejection_sample_method is not None:
             raise ValueError(f"verify_width and rejection_sample_method are given once, beside method="
                              f"{config.method!r}, not in its drafters")  # fmt: skip
-        if part.method in ("none", "hybrid"):
+        if part.method in ("none", "hybrid", "lookahead"):
             raise ValueError(f"drafters of method={config.method!r} cannot have method={part.method!r}")
+        if given := [name for name in FOR_THE_WHOLE if getattr(part, name) is not None]:
+            raise ValueError(f"{given[0]} is given once, beside method={config.method!r}, not in its drafters")
+        if part.num_speculative_tokens == 0 or part.use_heterogeneous_vocab == "text":
+            what = "num_speculative_tokens=0" if part.num_speculative_tokens == 0 else "use_heterogeneous_vocab='text'"
+            raise ValueError(f"{what} does not go with one of the drafters of method={config.method!r}: leave it out")
     copying = parts[0]
     if copying.method not in COPYING or copying.suffix_decoding_use_tree or copying.rest_use_tree:
         raise ValueError(f"the first of drafters must copy chains from texts ({', '.join(COPYING)}, without a "
@@ -216,6 +226,13 @@ def check_parts(config: Any, parse: Any) -> None:
                              f"tokens as its parts, {most}; give it in drafters")  # fmt: skip
         if config.num_speculative_tokens is None:
             settle(config, "num_speculative_tokens", most)
-        settle(config, "draft_sample_method", parts[1].draft_sample_method)
+        drawn = parts[1].draft_sample_method
+        if config.draft_sample_method not in ("greedy", drawn):
+            raise ValueError(f"draft_sample_method={config.draft_sample_method!r} belongs to the second of drafters, "
+                             f"which has {drawn!r}: give it there")  # fmt: skip
+        settle(config, "draft_sample_method", drawn)
+        if parts[1].drafts_tree and config.rejection_sample_method in rule_names.CHAIN_RULES:
+            raise ValueError(f"rejection_sample_method={config.rejection_sample_method!r} verifies chains, and the "
+                             f"second of drafters drafts trees")  # fmt: skip
         if parts[1].drafts_tree and config.verify_width == "auto":
             raise ValueError("verify_width='auto' needs chains, and the second of drafters drafts trees")

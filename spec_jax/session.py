@@ -17,7 +17,7 @@ from jax import lax
 from spec_jax import cache as kv
 from spec_jax.decode_state import DecodeState, Prefilled
 from spec_jax.draft_length import CostModel
-from spec_jax.drafting.registry import newest_params
+from spec_jax.drafting.registry import newest_params, without_history
 from spec_jax.metrics import Completion, GenerateResult
 from spec_jax.requests import Request, encode_prompts, is_conversation, make_requests, per_prompt
 
@@ -43,7 +43,8 @@ class Session:
     """
 
     def __init__(self, call: Call, slots: Slots, sequences: Sequence[Completion]):
-        self._call = dataclasses.replace(call, requests=[], active=[])
+        kept = without_history(call.config, call.drafter_params)
+        self._call = dataclasses.replace(call, requests=[], active=[], drafter_params=kept)
         self._messages = [r.messages for r in call.requests]
         self._texts = [s.text for s in sequences]
         self.token_ids = [r.prompt + s.token_ids for r, s in zip(call.requests, sequences, strict=True)]

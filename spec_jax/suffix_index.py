@@ -20,7 +20,7 @@ END = -1
 MIN_SIZE = 1 << 14
 """Of the arrays, so that a history that grows does not compile anew at every call."""
 MAX_TOKENS = 1 << 26
-"""Of one index; 44 bytes each on the device."""
+"""Of one index; 44 bytes each on the device, or up to twice as many: arrays have sizes that are powers of two."""
 
 
 @flax.struct.dataclass
@@ -29,7 +29,7 @@ class SuffixIndex:
 
     Attributes:
       text: int32 [size], tokens, with END behind every text and in the rest.
-      order: int32 [size], where the suffixes begin, sorted by their first `depth` tokens and then by place.
+      order: int32 [size], where the suffixes begin, sorted by their first `depth` tokens, at least.
       common: int32 [size + 1], tokens that a suffix shares with the one before it, at most `depth`; -1 at both ends.
       branch: int32 [size], by node: the tokens of its string; `depth` where nothing branches.
       earliest: int32 [size], by node: where its string first begins.
@@ -79,7 +79,8 @@ def build(texts: Iterable[Sequence[int]], depth: int) -> SuffixIndex:
     parts = [np.append(np.asarray(text, np.int64).reshape(-1), END) for text in texts]
     joined = np.concatenate([*parts, np.full(1, END)])
     if joined.size > MAX_TOKENS:
-        raise ValueError(f"the texts have {joined.size} tokens, an index at most {MAX_TOKENS}: give fewer texts")
+        raise ValueError(f"the texts have {joined.size} tokens, an index at most {MAX_TOKENS}: give fewer texts, or a "
+                         f"history a smaller max_tokens")  # fmt: skip
     if any((part[:-1] < 0).any() for part in parts):
         raise ValueError("texts must be token ids, and one is negative")
     size = max(MIN_SIZE, 1 << (joined.size - 1).bit_length())
@@ -105,8 +106,17 @@ def build(texts: Iterable[Sequence[int]], depth: int) -> SuffixIndex:
     )  # fmt: skip
 
 
+def is_whole(index: SuffixIndex) -> bool:
+    """Whether arrays that were read from somewhere have the shapes and dtypes of an index."""
+    size = index.text.size
+    shapes = {name: (size,) for name in ("text", "order", "branch", "earliest", "first", "degree")}
+    shapes |= {"common": (size + 1,), "low": (2 * size,), "width": (2 * size,), "count": ()}
+    found = {name: getattr(index, name) for name in shapes}
+    return all(x.shape == shapes[name] and x.dtype == np.int32 for name, x in found.items())
+
+
 def sorted_suffixes(text: np.ndarray, depth: int) -> np.ndarray:
-    """Where the suffixes begin, sorted by their first `depth` tokens (END first) and then by place: prefix doubling."""
+    """Where the suffixes begin, sorted by `depth` tokens or more (END first): prefix doubling."""
     rank, known = text.astype(np.int64) + 1, 1
     while known < depth:
         behind = np.zeros_like(rank)
@@ -129,7 +139,9 @@ def shared_prefixes(text: np.ndarray, order: np.ndarray, depth: int) -> np.ndarr
 
 
 def _tree(text, order, common, depth) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Branching nodes and their children, each column by column; children sorted by node, frequency and freshness."""
+    """Nodes, and the children of those that branch, each column by column; children sorted by node, frequency and
+    freshness. Where suffixes do not differ within `depth` tokens their node does not branch, and its depth is `depth`.
+    """
     count, found_nodes, found_children = len(order), [], []
     for level in range(depth):
         starts = np.flatnonzero(common[:-1] <= level)
@@ -152,6 +164,12 @@ def _tree(text, order, common, depth) -> tuple[dict[str, np.ndarray], dict[str, 
         mine = branches & (token >= 0)
         place = np.searchsorted(group[heads], group[mine])
         found_children.append((parent[place], starts[mine], width[mine], newest[mine]))
+    starts = np.flatnonzero(common[:-1] < depth)
+    width = np.diff(starts, append=count)
+    many = width > 1
+    if many.any():
+        low, earliest = starts[many], np.minimum.reduceat(order, starts)[many]
+        found_nodes.append((node_of(common, low, width[many], np), np.full(len(low), depth), earliest))
     empty = np.zeros((4, 0), np.int64)
     node = [np.concatenate(c) for c in zip(*found_nodes, strict=True)] or empty[:3]
     parent, low, width, newest = [np.concatenate(c) for c in zip(*found_children, strict=True)] or empty

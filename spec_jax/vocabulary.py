@@ -6,6 +6,7 @@ with another tokenizer proposes what both vocabularies have, and reads tokens th
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import flax.struct
@@ -33,8 +34,9 @@ class VocabularyMap:
     shared: jax.Array
 
 
+@functools.lru_cache(maxsize=4)
 def map_vocabulary(target: Any, draft: Any, rows: int) -> VocabularyMap:
-    """The map between two loaded models, both with tokenizers.
+    """The map between two loaded models, both with tokenizers; kept, as it takes a quarter of a second.
 
     End-of-text tokens stand for each other. Where several tokens are spelled alike, the lowest id counts.
 

@@ -56,6 +56,7 @@ class CascadeDrafter(BaseDrafter):
         rows = jnp.arange(n + 2)  # the token before the last one, which the cache may lack, the last one, and drafts
         most = jnp.clip(self.model.max_positions - view.length + 1, 0, self.num_nodes)
         most = jnp.where(view.live, jnp.minimum(most, jnp.maximum(view.room - 1, 0)), 0)
+        most = most if view.wanted is None else jnp.minimum(most, view.wanted)
         capacity = view.tokens.shape[1]
         purpose = view.draft_purpose if view.rule == "coupled" else None
 

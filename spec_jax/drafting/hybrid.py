@@ -25,13 +25,12 @@ MEMORY = 0.1
 
 @flax.struct.dataclass
 class HybridState:
-    """Both drafters' states, and per row, [batch]: whether the first drafted last (bool), whether anything was drafted
-    (bool), and the accepted tokens to expect of the second (float32)."""
+    """Both drafters' states, and per row, [batch]: whether the first drafted last (bool), and the accepted tokens to
+    expect of the second (float32)."""
 
     first: Any
     second: Any
     took_first: jax.Array
-    drafted: jax.Array
     expected: jax.Array
 
 
@@ -75,8 +74,7 @@ class HybridDrafter(BaseDrafter):
         first, second = (d.init(p, target, batch, capacity) for d, p in zip(self._both, params, strict=True))
         prior = self.second.priors[0]
         expected = sum(prior ** (i + 1) for i in range(self.second.num_nodes))
-        no = jnp.zeros(batch, bool)
-        return HybridState(first, second, no, no, jnp.full(batch, expected, jnp.float32))
+        return HybridState(first, second, jnp.zeros(batch, bool), jnp.full(batch, expected, jnp.float32))
 
     @property
     def _both(self):
@@ -86,7 +84,7 @@ class HybridDrafter(BaseDrafter):
         return dataclasses.replace(self, first=self.first.for_prefill(), second=self.second.for_prefill())
 
     def fill(self, state, one, put):
-        rows = {name: put(getattr(state, name), getattr(one, name)) for name in ("took_first", "drafted", "expected")}
+        rows = {name: put(getattr(state, name), getattr(one, name)) for name in ("took_first", "expected")}
         first = self.first.fill(state.first, one.first, put)
         return state.replace(first=first, second=self.second.fill(state.second, one.second, put), **rows)
 
@@ -95,7 +93,7 @@ class HybridDrafter(BaseDrafter):
             return lax.dynamic_slice_in_dim(x, slot, 1)
 
         first, second = self.first.take(state.first, slot), self.second.take(state.second, slot)
-        return HybridState(first, second, *map(row, (state.took_first, state.drafted, state.expected)))
+        return HybridState(first, second, *map(row, (state.took_first, state.expected)))
 
     def grow(self, state, capacity):
         parts = {}
@@ -110,9 +108,13 @@ class HybridDrafter(BaseDrafter):
         own = jnp.ones_like(state.took_first) if seen.own is None else seen.own
         first = self.first.commit(params[0], state.first, seen.replace(own=own & state.took_first))
         second = self.second.commit(params[1], state.second, seen.replace(own=own & ~state.took_first))
-        told = (seen.count > 0) & own & ~state.took_first & state.drafted & (not seen.prefill)
-        change = MEMORY * (seen.count - 1 - state.expected)
-        expected = jnp.where(told, state.expected + change, state.expected)
+        expected = state.expected
+        if not seen.prefill:
+            accepted = seen.count - 1
+            told = (seen.count > 0) & own & ~state.took_first & (seen.drafted > 0)
+            # A draft that was cut short by a policy and accepted says nothing of how far it might have reached.
+            told = told & ((accepted < seen.drafted) | (accepted >= expected))
+            expected = jnp.where(told, expected + MEMORY * (accepted - expected), expected)
         return state.replace(first=first, second=second, expected=expected)
 
     def propose(self, params, state, view):
@@ -134,7 +136,7 @@ class HybridDrafter(BaseDrafter):
         if theirs.auxiliary is not None:
             raise ValueError(f"{type(self.second).__name__} has auxiliary rows and cannot be the second of a hybrid")
         draft = self._merged(ours, theirs, took_first)
-        return draft, state.replace(first=first, second=second, took_first=took_first, drafted=draft.count > 0)
+        return draft, state.replace(first=first, second=second, took_first=took_first)
 
     def _merged(self, ours: Draft, theirs: Draft, took_first: jax.Array) -> Draft:
         batch, nodes = took_first.shape[0], self.num_nodes

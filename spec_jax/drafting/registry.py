@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from spec_jax.config import DYNAMIC_TREES, SpeculativeConfig
@@ -71,6 +72,8 @@ def build_drafter(config: SpeculativeConfig, target: Any, rows: RowBlocks) -> tu
         return LookaheadDrafter(*sizes, target.vocab_size, config.lookahead_pool_from_prompt), ()
     if config.method == "hybrid":
         (first, ours), (second, theirs) = (build_drafter(part, target, rows) for part in config.drafters)
+        if isinstance(second, LayerSkipDrafter):  # whose outputs verification cannot go on from in all rows
+            second = dataclasses.replace(second, reuse=False)
         return HybridDrafter(first, second, config.hybrid_threshold), (ours, theirs)
     drafter, params = _draft_model(config, target, rows)
     if config.method == "cascade":
@@ -108,8 +111,22 @@ def _draft_model(config: SpeculativeConfig, target: Any, rows: RowBlocks) -> tup
     return drafter, params
 
 
+def without_history(config: SpeculativeConfig, params: Any) -> Any:
+    """A drafter's parameters without the index of a `TokenHistory`, which `newest_params` puts back."""
+    if config.num_speculative_tokens == 0:
+        return params
+    if config.method == "hybrid":
+        return tuple(without_history(part, p) for part, p in zip(config.drafters, params, strict=True))
+    if config.method == "cascade":
+        return params[0], without_history(config.drafters[0], params[1])
+    texts = config.datastore if config.method == "rest" else config.history
+    return () if isinstance(texts, TokenHistory) else params
+
+
 def newest_params(config: SpeculativeConfig, target: Any, params: Any) -> Any:
     """A drafter's parameters, with what has been added to the texts of its configuration since they were made."""
+    if config.num_speculative_tokens == 0:
+        return params
     if config.method == "hybrid":
         return tuple(newest_params(part, target, p) for part, p in zip(config.drafters, params, strict=True))
     if config.method == "cascade":
