@@ -65,7 +65,7 @@ def _built(path: Path, tokenizer: Any, depth: int) -> SuffixIndex:
     kept = hub.cache_folder() / "datastores" / f"{path.stem}-{key}.npz"
     names = [field.name for field in dataclasses.fields(SuffixIndex) if field.name != "depth"]
     try:
-        with np.load(kept) as arrays:
+        with open(kept, "rb") as file, np.load(file) as arrays:  # np.load leaves a damaged file open
             index = SuffixIndex(*(arrays[name] for name in names), depth)
         if is_whole(index):
             return index

@@ -36,7 +36,7 @@ def check_lengths(config: Any) -> None:
     if schedule == "heuristic" and config.rule != "coupled":
         raise ValueError(f"num_assistant_tokens_schedule='heuristic' hands a draft length on to the next request, "
                          f"on whose noise it depends where the two have one seed; rejection_sample_method="
-                         f"{config.rule!r} would not keep the law: use 'heuristic_transient', or 'coupled'")  # fmt: skip
+                         f"{config.rule!r} would lose the law: use 'heuristic_transient', or 'coupled'")  # fmt: skip
     for name in ("assistant_confidence_threshold", "draft_survival_threshold"):
         value = getattr(config, name)
         if value is None:

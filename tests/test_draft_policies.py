@@ -160,6 +160,8 @@ def test_text_is_plain_decodings(second, more):
     ({"method": "ngram", "num_assistant_tokens_schedule": "linear"}, "must be one of constant"),
     ({"method": "ngram", "num_assistant_tokens_schedule": "heuristic", "verify_width": "auto"}, "give one of them"),
     ({"method": "recycling", "num_assistant_tokens_schedule": "heuristic"}, "drafts a tree"),
+    ({"method": "layer_skip", "num_assistant_tokens_schedule": "heuristic", "draft_sample_method": "probabilistic"},
+     "use 'heuristic_transient'"),
     ({"method": "ngram", "num_speculative_tokens_per_batch_size": [[2, 1, 3]]}, "lowest <= highest"),
     ({"method": "ngram", "num_speculative_tokens_per_batch_size": [[1, 2, 9]]}, "num_speculative_tokens=5"),
     ({"method": "ngram", "num_speculative_tokens_per_batch_size": [[1, 4, 3], [4, 8, 1]]}, "says twice"),

@@ -1,11 +1,13 @@
 """Hybrids and cascades: who drafts when, and that neither part is led astray by what the other one drafted."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
 
 from spec_jax.config import SpeculativeConfig
+from spec_jax.drafting.base import Seen
 from spec_jax.drafting.cascade import CascadeDrafter
 from spec_jax.drafting.draft_model import DraftModelDrafter
 from spec_jax.drafting.hybrid import HybridDrafter
@@ -146,10 +148,48 @@ def test_a_cascade_takes_fewer_passes_of_its_model(monkeypatch):
      "hybrid_threshold=-1"),
     ({"method": "cascade", "drafters": [{"method": "ngram"}]}, "needs 'model'"),
     ({"method": "ngram", "hybrid_threshold": 1.0}, "belongs to method='hybrid'"),
+    *(({"method": "hybrid", "drafters": [{"method": "ngram"}, {"method": "layer_skip", **part}]}, words)
+      for part, words in (
+        ({"assistant_confidence_threshold": 0.4}, "is given once, beside"),
+        ({"num_assistant_tokens_schedule": "heuristic"}, "is given once, beside"),
+        ({"num_speculative_tokens_per_batch_size": [[1, 2, 1]]}, "is given once, beside"),
+        ({"num_speculative_tokens": 0}, "num_speculative_tokens=0 does not go"))),
+    ({"method": "hybrid", "drafters": [{"method": "ngram"}, {"method": "lookahead"}]}, "cannot have method='lookahea"),
+    ({"method": "hybrid", "draft_sample_method": "nonsense",
+      "drafters": [{"method": "ngram"}, {"method": "layer_skip"}]}, "draft_sample_method='nonsense'"),
+    ({"method": "hybrid", "draft_sample_method": "probabilistic",
+      "drafters": [{"method": "ngram"}, {"method": "layer_skip"}]}, "give it there"),
+    ({"method": "hybrid", "rejection_sample_method": "standard",
+      "drafters": [{"method": "ngram"}, {"method": "recycling"}]}, "verifies chains"),
+    ({"method": "lookahead", "lookahead_pool_from_prompt": 0}, "must be True or False"),
 ])  # fmt: skip
 def test_bad_configurations_are_refused(config, words):
     with pytest.raises(ValueError, match=words):
         SpeculativeConfig(**config)
+
+
+def test_what_is_expected_of_the_second_is_what_its_verified_drafts_have_reached():
+    """Drafts that a policy left out, or cut short, are no failures."""
+    second = {"method": "draft_model", "model": model(), "num_speculative_tokens": 6}  # always right
+    config = {"method": "hybrid", "drafters": [{"method": "ngram"}, second], "hybrid_threshold": 99.0}
+    drafter, params = build_drafter(SpeculativeConfig(**config), model(), RowBlocks())
+    state = drafter.init(params, None, 3, 128)
+    before = float(state.expected[0])
+    one = jnp.ones((3, 7), jnp.int32)
+    seen = Seen(
+        one,
+        one,
+        jnp.zeros(3, jnp.int32),
+        jnp.array([1, 2, 3]),
+        {},
+        None,
+        jnp.zeros_like(one),
+        False,
+        drafted=jnp.array([0, 1, 6]),
+    )
+    after = np.asarray(drafter.commit(params, state, seen).expected)
+    assert after[0] == before and after[1] == before  # nothing was drafted; all of one token was right
+    assert after[2] != before  # two of six
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Retrieval: every proposal is the likeliest part of a trie of the corpus; corpus files are read, kept and refused."""
 
 import functools
+import io
 
 import jax
 import numpy as np
@@ -88,8 +89,17 @@ def test_a_corpus_file_is_indexed_once(tmp_path, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setenv("SPEC_JAX_CACHE", str(tmp_path / "cache"))
     datastore._loaded.clear()
-    kept.write_bytes(b"damaged")
-    jax.tree.map(np.testing.assert_array_equal, datastore.load_datastore(corpus, tokenizer, 9), want)
+    whole = kept.read_bytes()
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 255
+    with io.BytesIO() as other, np.load(kept) as arrays:
+        np.savez(other, **{name: np.zeros(3, np.int32) for name in arrays})
+        shapes = other.getvalue()
+    for damaged in (b"damaged", b"", whole[:4], whole[:900], bytes(flipped), shapes):
+        kept.write_bytes(damaged)
+        datastore._loaded.clear()
+        jax.tree.map(np.testing.assert_array_equal, datastore.load_datastore(corpus, tokenizer, 9), want)
+        assert kept.read_bytes() != damaged and list(kept.parent.iterdir()) == [kept]  # built again
 
 
 def test_bad_corpora_are_refused(tmp_path, monkeypatch):
@@ -109,8 +119,11 @@ def test_bad_corpora_are_refused(tmp_path, monkeypatch):
         bad.write_bytes(content)
         with pytest.raises(ValueError, match=words):
             run(bad)
-    with pytest.raises(OSError):
+    with pytest.raises(FileNotFoundError, match="datastore='.*missing.txt' must be a corpus file"):
         run(tmp_path / "missing.txt")
+    for path in (tmp_path, "a\0b", "~nobody_of_this_name/x"):
+        with pytest.raises(ValueError, match="must be a corpus file"):
+            run(path)
     monkeypatch.setattr(datastore, "MAX_BYTES", 10)
     bad.write_text('"twelve letters"')
     with pytest.raises(ValueError, match="has 16 bytes; at most 10"):
@@ -131,8 +144,17 @@ def test_a_history_forgets_its_oldest_texts_and_takes_ids_only():
     assert len(history) == 4 and np.asarray(history.index(4).text)[:6].tolist() == [4, 5, -1, 6, 7, -1]
     history.add(range(10))
     assert len(history) == 6 and np.asarray(history.index(4).text)[:6].tolist() == [4, 5, 6, 7, 8, 9]
-    for bad in (["text"], [[-1]], [[2**31]], [[1.5]]):
+    kept = len(history)
+    for bad in (["text"], [b"bytes"], [[-1]], [[2**31]], [[1.5]], [3, 4], [None], [np.int64(3)], [[1], ["x"]]):
         with pytest.raises(ValueError, match="token ids"):
             history.add(*bad)
+        assert len(history) == kept
+    history.add([], [])
+    assert len(history) == kept
+    deep, shallow = history.index(9), history.index(4)
+    assert history.index(9) is deep and history.index(4) is shallow
+    for bad in ("text", 3):
+        with pytest.raises(ValueError, match="must be a list of texts"):
+            TokenHistory(bad)
     with pytest.raises(ValueError, match="max_tokens"):
         TokenHistory(max_tokens=0)
