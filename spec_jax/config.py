@@ -27,6 +27,8 @@ DEFAULT_TOKENS = {
     "cascade": 6,
 }  # fmt: skip
 AUTO_TOKENS = 7
+MAX_DRAFT = 1024
+"""Draft tokens of a step at most, as many as a tree may have nodes: far beyond what any chip verifies for free."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -174,6 +176,8 @@ class SpeculativeConfig:
             settle(self, "num_speculative_tokens", default)
         elif not is_int(k) or k < 0:
             raise ValueError(f"num_speculative_tokens={k!r} must be an integer of at least 0 (0 turns drafting off)")
+        elif k > MAX_DRAFT:
+            raise ValueError(f"num_speculative_tokens={k} is more than {MAX_DRAFT}, the most that a step may draft")
         elif self.method == "none" and k:
             raise ValueError(f"num_speculative_tokens={k} needs a method; method='none' drafts nothing")
         width = self.verify_width

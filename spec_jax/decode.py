@@ -79,7 +79,8 @@ class Decoder:
             tree_lib.check_parents(parents)
         if self.policy is not None:
             if parents is not None or self.drafter.dynamic_tree:
-                raise ValueError("a draft length policy needs a drafter of chains; verify_width='auto' cannot be used")
+                raise ValueError(f"verify_width='auto', schedules and tables of draft lengths need a chain drafter, "
+                                 f"and {type(self.drafter).__name__} drafts trees")  # fmt: skip
             if self.policy.widths[-1] != self.width:
                 raise ValueError(f"the policy's widths {self.policy.widths} must end with the decoder's {self.width}")
 

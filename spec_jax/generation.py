@@ -21,6 +21,7 @@ from spec_jax.drafting.base import Drafter, NoDrafter
 from spec_jax.drafting.registry import build_drafter
 from spec_jax.drafting.text_guide import TextGuide
 from spec_jax.exactness import level_of, row_blocks
+from spec_jax.method_options import FOR_THE_WHOLE
 from spec_jax.metrics import Completion, GenerateResult, Stats, total
 from spec_jax.models.layers import RowBlocks
 from spec_jax.progress import progress_bar
@@ -222,7 +223,11 @@ def check_progress(progress: Any) -> None:
 
 def check_config(value: Any, drafter: Any, verify_width: int | str | None = None) -> SpeculativeConfig:
     if drafter is None:
-        return parse_speculative_config(value, verify_width)
+        config = parse_speculative_config(value, verify_width)
+        given = [name for name in FOR_THE_WHOLE if getattr(config, name) is not None] if config.method == "none" else []
+        if given:
+            raise ValueError(f"{given[0]} is about drafts, and method='none' makes none; give a method or a drafter")
+        return config
     if not (isinstance(drafter, tuple) and len(drafter) == 2 and hasattr(drafter[0], "propose")):
         raise ValueError(f"drafter must be a pair (drafter, its parameters), not {drafter!r}")
     if isinstance(drafter[0], type):
@@ -283,6 +288,10 @@ def draft_length_policy(drafter: Any, width: int, rows: RowBlocks, config: Specu
         dataclasses.replace(config, verify_width="auto")  # checks what goes with it, where it was asked for beside it
         return CostModel(widths, drafter.priors)
     if config.num_speculative_tokens_per_batch_size is not None:
+        most = max(k for *_, k in config.num_speculative_tokens_per_batch_size)
+        if most > drafter.num_nodes:
+            raise ValueError(f"num_speculative_tokens_per_batch_size asks for {most} draft tokens, but the drafter "
+                             f"makes {drafter.num_nodes} at most")  # fmt: skip
         return BatchTable(widths, config.num_speculative_tokens_per_batch_size, drafter.priors)
     if config.num_assistant_tokens_schedule in ("heuristic", "heuristic_transient"):
         kept, k = config.num_assistant_tokens_schedule == "heuristic", drafter.num_nodes

@@ -31,8 +31,9 @@ def check_lengths(config: Any) -> None:
     if len(chosen) > 1:
         raise ValueError(f"{' and '.join(chosen)} all choose the draft length; give one of them")
     if chosen and config.drafts_tree:
+        fix = "; give rest_use_tree=False" if config.method == "rest" else "; leave it out"
         raise ValueError(f"{chosen[0]} chooses how much of a chain is verified, and method={config.method!r} drafts a "
-                         f"tree here")  # fmt: skip
+                         f"tree here{fix}")  # fmt: skip
     if schedule == "heuristic" and config.rule != "coupled":
         raise ValueError(f"num_assistant_tokens_schedule='heuristic' hands a draft length on to the next request, "
                          f"on whose noise it depends where the two have one seed; rejection_sample_method="

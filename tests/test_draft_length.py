@@ -301,7 +301,7 @@ def test_a_session_goes_on_with_auto():
 
 def test_auto_needs_a_chain_and_a_drafter_to_switch():
     model = tiny.tiny()
-    with pytest.raises(ValueError, match="needs a drafter of chains"):
+    with pytest.raises(ValueError, match="need a chain drafter"):
         generate(model, [[1, 2]], None, {"max_tokens": 4}, drafter=(tiny.TreeDrafter(), ()), verify_width="auto")
     plain = generate(model, [[1, 2]], None, {"max_tokens": 4}, verify_width="auto")
     assert plain.sequences[0].token_ids == generate(model, [[1, 2]], None, {"max_tokens": 4}).sequences[0].token_ids

@@ -160,6 +160,8 @@ def test_text_is_plain_decodings(second, more):
     ({"method": "ngram", "num_assistant_tokens_schedule": "linear"}, "must be one of constant"),
     ({"method": "ngram", "num_assistant_tokens_schedule": "heuristic", "verify_width": "auto"}, "give one of them"),
     ({"method": "recycling", "num_assistant_tokens_schedule": "heuristic"}, "drafts a tree"),
+    ({"method": "rest", "datastore": "x", "num_assistant_tokens_schedule": "heuristic"}, "give rest_use_tree=False"),
+    ({"method": "rest", "datastore": "x", "num_speculative_tokens": 1100}, "is more than 1024"),
     ({"method": "layer_skip", "num_assistant_tokens_schedule": "heuristic", "draft_sample_method": "probabilistic"},
      "use 'heuristic_transient'"),
     ({"method": "ngram", "num_speculative_tokens_per_batch_size": [[2, 1, 3]]}, "lowest <= highest"),
@@ -176,3 +178,16 @@ def test_text_is_plain_decodings(second, more):
 def test_bad_combinations_are_refused(config, words):
     with pytest.raises(ValueError, match=words):
         SpeculativeConfig(**config)
+
+
+def test_lengths_that_no_drafter_makes_are_refused():
+    script = tiny.script([[5, 6, 7, 8]], 3)
+    table = {"num_speculative_tokens_per_batch_size": [[1, 8, 50]]}
+    with pytest.raises(ValueError, match="asks for 50 draft tokens, but the drafter makes 3"):
+        generate(model(), [[5, 6]], table, {"max_tokens": 2}, drafter=script)
+    for config in (table, {"num_assistant_tokens_schedule": "heuristic"}):
+        with pytest.raises(ValueError, match="method='none' makes none"):
+            generate(model(), [[5, 6]], {"method": "none", **config}, {"max_tokens": 2})
+    tree = tiny.TreeDrafter(), script[1]
+    with pytest.raises(ValueError, match="TreeDrafter drafts trees"):
+        generate(model(), [[5, 6]], {"num_assistant_tokens_schedule": "heuristic"}, {"max_tokens": 2}, drafter=tree)
