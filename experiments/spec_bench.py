@@ -92,6 +92,7 @@ def table(target: Any, rows: Sequence[Mapping[str, Any]], runs: Mapping[str, Any
     groups |= {OVERALL: list(rows), WITHOUT_LOOPS: [r for r in rows if r["repeated"] <= LOOP]}
     lines = []
     for run in ("plain", *runs):
+        drafter = costs_of_drafter(target, runs[run]) if run != "plain" else None
         for group, chosen in groups.items():
             if not chosen:
                 continue
@@ -107,7 +108,7 @@ def table(target: Any, rows: Sequence[Mapping[str, Any]], runs: Mapping[str, Any
             line |= {"speed-up": plain / total["decode_seconds"], "median": spread(ratios)["median"]}
             if run != "plain":
                 context = round(statistics.mean(r["context"] for r in chosen))
-                projected = projected_speedups(target, mean, drafted, context, costs_of_drafter(target, runs[run]))
+                projected = projected_speedups(target, mean, drafted, context, drafter)
                 line |= {f"projected {device}": value for device, value in projected.items()}
             lines.append(line)
     return lines

@@ -109,13 +109,14 @@ def summary(target, rows: list[dict], runs: dict[str, dict]) -> dict:
         "prompts": len(rows),
         "loops": sum(r["repeated"] > LOOP for r in rows),
     }
+    drafters = {name: costs_of_drafter(target, config) for name, config in runs.items()}
     out["repeated_8gram_share"] = statistics.mean(r["repeated"] for r in rows)
     for label, chosen in (("all", rows), ("without_loops", [r for r in rows if r["repeated"] <= LOOP])):
         if not chosen:
             continue
         narrow = [r["seconds"]["plain"] / r["seconds"]["narrow"] for r in chosen]
         part = out[label] = {"plain_over_narrow_seconds": spread(narrow)}
-        for name, config in runs.items():
+        for name, drafter in drafters.items():
             part[f"{name}_speedup"] = spread([r["seconds"]["plain"] / r["seconds"][name] for r in chosen])
             total = sum(r["seconds"]["plain"] for r in chosen) / sum(r["seconds"][name] for r in chosen)
             part[f"{name}_speedup"]["of_totals"] = total
@@ -124,7 +125,6 @@ def summary(target, rows: list[dict], runs: dict[str, dict]) -> dict:
             )
             part[f"{name}_tokens_per_step"] = tokens
             context = round(statistics.mean(r["context"] for r in chosen))
-            drafter = costs_of_drafter(target, config)
             part[f"{name}_projected"] = projected_speedups(target, tokens, drafted, context, drafter)
             kept = [r["promise_kept"][name] for r in chosen]
             part[f"{name}_speedup_over_promised"] = spread([ours / plain for ours, plain in kept])

@@ -14,7 +14,7 @@ from spec_jax import rule_names
 from spec_jax.checks import is_int, nearest, plain, settle
 from spec_jax.length_options import check_lengths
 from spec_jax.method_options import check_always_tree, check_method, check_parts
-from spec_jax.tree_options import DYNAMIC_TREES, TREE_OPTIONS, check_tree
+from spec_jax.tree_options import DYNAMIC_TREES, MAX_NODES, TREE_OPTIONS, check_tree
 
 METHODS = (
     "none", "ngram", "suffix", "sam", "rest", "oracle", "recycling", "jacobi", "lookahead", "draft_model",
@@ -27,8 +27,6 @@ DEFAULT_TOKENS = {
     "cascade": 6,
 }  # fmt: skip
 AUTO_TOKENS = 7
-MAX_DRAFT = 1024
-"""Draft tokens of a step at most, as many as a tree may have nodes: far beyond what any chip verifies for free."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -176,8 +174,8 @@ class SpeculativeConfig:
             settle(self, "num_speculative_tokens", default)
         elif not is_int(k) or k < 0:
             raise ValueError(f"num_speculative_tokens={k!r} must be an integer of at least 0 (0 turns drafting off)")
-        elif k > MAX_DRAFT:
-            raise ValueError(f"num_speculative_tokens={k} is more than {MAX_DRAFT}, the most that a step may draft")
+        elif k > MAX_NODES:
+            raise ValueError(f"num_speculative_tokens={k} is more than {MAX_NODES}, the most that a step may draft")
         elif self.method == "none" and k:
             raise ValueError(f"num_speculative_tokens={k} needs a method; method='none' drafts nothing")
         width = self.verify_width

@@ -28,7 +28,7 @@ from spec_jax.decode_state import (
 )
 from spec_jax.draft_length import Pace, default_pace
 from spec_jax.draft_policies import StopRule
-from spec_jax.drafting.base import Draft, Seen, TargetView, View
+from spec_jax.drafting.base import Draft, Seen, TargetView, View, propose_if
 from spec_jax.flight import acceptable, active_rows, shape_of
 from spec_jax.in_place import run_if
 from spec_jax.kernels.masks import pack_ancestors
@@ -395,16 +395,12 @@ class Decoder:
 
     def _propose_if(self, asked, params, drafter_params, state, committed, wanted) -> tuple[Draft, Any]:
         """A proposal where one is asked for, else an empty draft of its shape and the drafter's state unchanged."""
-        shape, _ = jax.eval_shape(lambda: self._propose(params, drafter_params, state, committed, wanted))
-        own_cache = shape.target_cache is None
 
-        def propose(carry):
-            draft, drafter_state = carry
-            cache = state.cache if own_cache else draft.target_cache
+        def propose(cache, drafter_state):
             now = state.replace(drafter=drafter_state, cache=cache)
             return self._propose(params, drafter_params, now, committed, wanted)
 
-        return run_if(asked, propose, (Draft.empty_like(shape, state.cache), state.drafter))
+        return propose_if(asked, propose, state.cache, state.drafter)
 
     def _propose(self, params, drafter_params, state, committed, wanted=None) -> tuple[Draft, Any]:
         last = self._last(state)

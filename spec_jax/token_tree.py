@@ -17,9 +17,7 @@ from typing import Any
 import numpy as np
 
 from spec_jax.checks import check_counts, is_int, is_number
-
-MAX_NODES = 1024
-"""Nodes of a tree at most: far beyond what any chip verifies for free."""
+from spec_jax.tree_options import MAX_NODES
 
 Path = tuple[int, ...]
 

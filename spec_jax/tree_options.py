@@ -7,6 +7,8 @@ from typing import Any
 from spec_jax import rule_names
 from spec_jax.checks import is_int, is_number, nearest, settle
 
+MAX_NODES = 1024
+"""Nodes of a tree, or of a chain, at most: far beyond what any chip verifies for free."""
 DYNAMIC_TREES = ("eagle2", "opt_tree")
 DYNAMIC_NODES = 24
 MAX_TREE_OPTION = 64
@@ -71,8 +73,6 @@ def check_tree(config: Any) -> None:
     if is_int(nodes) and nodes > pool:
         raise ValueError(f"num_speculative_tokens={nodes} is more than the {pool} candidates of tree_top_k="
                          f"{config.tree_top_k} and tree_depth={config.tree_depth}; raise one of these")  # fmt: skip
-    from spec_jax.token_tree import MAX_NODES  # it takes NumPy, which others need not wait for
-
     if is_int(nodes) and nodes > MAX_NODES:
         raise ValueError(f"num_speculative_tokens={nodes} is more than the {MAX_NODES} nodes that a tree may have")
     settle(config, "num_speculative_tokens", nodes)

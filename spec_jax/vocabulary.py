@@ -6,7 +6,7 @@ with another tokenizer proposes what both vocabularies have, and reads tokens th
 
 from __future__ import annotations
 
-import functools
+import weakref
 from typing import Any
 
 import flax.struct
@@ -34,9 +34,19 @@ class VocabularyMap:
     shared: jax.Array
 
 
-@functools.lru_cache(maxsize=4)
+_kept: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Any, VocabularyMap]] = weakref.WeakKeyDictionary()
+
+
+def kept_map(target: Any, draft: Any) -> VocabularyMap:
+    """`map_vocabulary` of two models, which takes a quarter of a second, for as long as both are there."""
+    of_target = _kept.setdefault(target, weakref.WeakKeyDictionary())
+    if draft not in of_target:
+        of_target[draft] = map_vocabulary(target, draft, target.config.vocab_size)
+    return of_target[draft]
+
+
 def map_vocabulary(target: Any, draft: Any, rows: int) -> VocabularyMap:
-    """The map between two loaded models, both with tokenizers; kept, as it takes a quarter of a second.
+    """The map between two loaded models, both with tokenizers.
 
     End-of-text tokens stand for each other. Where several tokens are spelled alike, the lowest id counts.
 

@@ -18,6 +18,7 @@ from jax import lax
 from spec_jax import sampling as sampling_lib
 from spec_jax.cache import KVCache
 from spec_jax.draft_policies import StopRule
+from spec_jax.in_place import run_if
 from spec_jax.models.layers import RowBlocks
 from spec_jax.processors import NOTHING, Committed, read_draft
 from spec_jax.sampling import SamplingState
@@ -105,6 +106,24 @@ class Draft:
         """A draft of nothing, in the shape of a proposal; `cache`: the target's, where the proposal has one."""
         empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shape.replace(target_cache=None))
         return empty.replace(target_cache=None if shape.target_cache is None else cache)
+
+
+def propose_if(
+    predicate: jax.Array, propose: Callable[[KVCache, Any], tuple[Draft, Any]], cache: KVCache, state: Any
+) -> tuple[Draft, Any]:
+    """`propose(cache, state)` where `predicate` holds, else an empty draft of its shape and the state unchanged.
+
+    Args:
+      cache: the target's, which proposals of some drafters have written to; `propose` must take it from here.
+      state: the drafter's, of the same structure before and after a proposal.
+    """
+    shape, _ = jax.eval_shape(propose, cache, state)
+
+    def run(carry):
+        draft, state = carry
+        return propose(cache if draft.target_cache is None else draft.target_cache, state)
+
+    return run_if(predicate, run, (Draft.empty_like(shape, cache), state))
 
 
 @flax.struct.dataclass

@@ -15,8 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from spec_jax import tree as tree_lib
-from spec_jax.drafting.base import BaseDrafter, Draft, DraftProbs, Needs
-from spec_jax.in_place import run_if
+from spec_jax.drafting.base import BaseDrafter, Draft, DraftProbs, Needs, propose_if
 from spec_jax.rows import select_rows
 
 MEMORY = 0.1
@@ -122,17 +121,14 @@ class HybridDrafter(BaseDrafter):
         bar = state.expected if self.threshold is None else jnp.float32(self.threshold)
         took_first = view.live & (ours.count > 0) & (_score(self.first, ours) >= bar)
 
-        def propose(carry):
-            draft, second = carry
-            cache = view.cache if draft is None or draft.target_cache is None else draft.target_cache
+        def propose(cache, second):
             return self.second.propose(params[1], second, view.replace(cache=cache))
 
-        shape, after = jax.eval_shape(propose, (None, state.second))
+        _, after = jax.eval_shape(propose, view.cache, state.second)
         if jax.tree.structure(after) == jax.tree.structure(state.second):
-            nothing = Draft.empty_like(shape, view.cache), state.second
-            theirs, second = run_if((view.live & ~took_first).any(), propose, nothing)
+            theirs, second = propose_if((view.live & ~took_first).any(), propose, view.cache, state.second)
         else:
-            theirs, second = propose((None, state.second))
+            theirs, second = propose(view.cache, state.second)
         if theirs.auxiliary is not None:
             raise ValueError(f"{type(self.second).__name__} has auxiliary rows and cannot be the second of a hybrid")
         draft = self._merged(ours, theirs, took_first)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from spec_jax.config import DYNAMIC_TREES, SpeculativeConfig
@@ -27,7 +28,7 @@ from spec_jax.history import TokenHistory
 from spec_jax.models.layers import RowBlocks
 from spec_jax.models.model import Model
 from spec_jax.token_tree import parse_tree, sequoia_tree
-from spec_jax.vocabulary import map_vocabulary
+from spec_jax.vocabulary import kept_map
 
 RECYCLING_RATES = (0.35, 0.1, 0.05, 0.03, 0.02, 0.02, 0.01, 0.01)
 """How often each rank is the right one: what the default tree of token recycling is best for."""
@@ -94,7 +95,7 @@ def _draft_model(config: SpeculativeConfig, target: Any, rows: RowBlocks) -> tup
     if foreign == "text":
         return GivenDrafter(k, draft.name), TextGuide(target, draft, k)
     if foreign:
-        params = params, map_vocabulary(target, draft, target.config.vocab_size)
+        params = params, kept_map(target, draft)
     else:
         check_same_vocabulary(target, draft)
     drafter = DraftModelDrafter(
@@ -111,29 +112,31 @@ def _draft_model(config: SpeculativeConfig, target: Any, rows: RowBlocks) -> tup
     return drafter, params
 
 
-def without_history(config: SpeculativeConfig, params: Any) -> Any:
-    """A drafter's parameters without the index of a `TokenHistory`, which `newest_params` puts back."""
+def _where_texts_are(config: SpeculativeConfig, params: Any, replace: Callable[..., Any]) -> Any:
+    """A drafter's parameters, with `replace(part, its parameters, texts)` in place of those of every part that copies
+    from other texts: a `TokenHistory` or a corpus file."""
     if config.num_speculative_tokens == 0:
         return params
     if config.method == "hybrid":
-        return tuple(without_history(part, p) for part, p in zip(config.drafters, params, strict=True))
+        return tuple(_where_texts_are(part, p, replace) for part, p in zip(config.drafters, params, strict=True))
     if config.method == "cascade":
-        return params[0], without_history(config.drafters[0], params[1])
+        return params[0], _where_texts_are(config.drafters[0], params[1], replace)
     texts = config.datastore if config.method == "rest" else config.history
-    return () if isinstance(texts, TokenHistory) else params
+    return params if texts is None else replace(config, params, texts)
+
+
+def without_history(config: SpeculativeConfig, params: Any) -> Any:
+    """A drafter's parameters without the index of a `TokenHistory`, which `newest_params` puts back."""
+    return _where_texts_are(config, params, lambda _, p, texts: () if isinstance(texts, TokenHistory) else p)
 
 
 def newest_params(config: SpeculativeConfig, target: Any, params: Any) -> Any:
     """A drafter's parameters, with what has been added to the texts of its configuration since they were made."""
-    if config.num_speculative_tokens == 0:
-        return params
-    if config.method == "hybrid":
-        return tuple(newest_params(part, target, p) for part, p in zip(config.drafters, params, strict=True))
-    if config.method == "cascade":
-        return params[0], newest_params(config.drafters[0], target, params[1])
-    texts = config.datastore if config.method == "rest" else config.history
-    if texts is None:
-        return params
+    return _where_texts_are(config, params, lambda part, _, texts: _index_of(part, target, texts))
+
+
+def _index_of(config: SpeculativeConfig, target: Any, texts: Any) -> Any:
+    """The index of the texts that one method copies from."""
     depth = {
         "suffix": config.suffix_decoding_max_tree_depth,
         "sam": (config.sam_max_match or 0) + 1,

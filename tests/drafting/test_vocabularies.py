@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import gc
+import weakref
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,7 @@ from test_tokenizer import MERGES, SPECIAL, build, byte_alphabet
 
 from spec_jax.config import SpeculativeConfig
 from spec_jax.generation import generate
-from spec_jax.vocabulary import map_vocabulary
+from spec_jax.vocabulary import kept_map, map_vocabulary
 
 PROMPTS = ["the cat", "a", "12 3 the"]
 SAMPLING = {"max_tokens": 24}
@@ -110,3 +112,13 @@ def test_bad_pairs_are_refused():
             SpeculativeConfig(**config, use_heterogeneous_vocab=bad, verify_width="auto")
     with pytest.raises(ValueError, match="belongs to method='draft_model'"):
         SpeculativeConfig(method="ngram", use_heterogeneous_vocab=True)
+
+
+def test_a_kept_map_does_not_keep_its_models():
+    model, draft, _ = pair()
+    draft = dataclasses.replace(draft)
+    assert kept_map(model, draft) is kept_map(model, draft)
+    there = weakref.ref(draft)
+    del draft
+    gc.collect()
+    assert there() is None
