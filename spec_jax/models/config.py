@@ -132,8 +132,7 @@ class TensorSpec:
 
 def tensor_specs(config: LlamaConfig) -> dict[str, TensorSpec]:
     """Every tensor a checkpoint of this config must hold, by its Hugging Face name."""
-    d, f, h = config.hidden_size, config.intermediate_size, config.head_dim
-    q, kv = config.num_heads * h, config.num_kv_heads * h
+    d = config.hidden_size
     specs = {
         "model.embed_tokens.weight": TensorSpec(("embedding",), (config.vocab_size, d)),
         "model.norm.weight": TensorSpec(("final_norm",), (d,)),
@@ -141,32 +140,48 @@ def tensor_specs(config: LlamaConfig) -> dict[str, TensorSpec]:
     if not config.tie_embeddings:
         specs["lm_head.weight"] = TensorSpec(("lm_head",), (config.vocab_size, d))
     for i in range(config.num_layers):
-        layer, name = f"layer_{i}", f"model.layers.{i}."
-        sizes = {
-            "self_attn.q_proj": ("q", q, d, config.qkv_bias),
-            "self_attn.k_proj": ("k", kv, d, config.qkv_bias),
-            "self_attn.v_proj": ("v", kv, d, config.qkv_bias),
-            "self_attn.o_proj": ("o", d, q, config.output_bias),
-            "mlp.gate_proj": ("gate", f, d, config.mlp_bias),
-            "mlp.up_proj": ("up", f, d, config.mlp_bias),
-            "mlp.down_proj": ("down", d, f, config.mlp_bias),
-        }
-        for hf, (ours, rows, columns, bias) in sizes.items():
-            specs[f"{name}{hf}.weight"] = TensorSpec((layer, ours), (rows, columns), transpose=True)
-            if bias:
-                specs[f"{name}{hf}.bias"] = TensorSpec((layer, f"{ours}_bias"), (rows,))
-        specs[f"{name}input_layernorm.weight"] = TensorSpec((layer, "attention_norm"), (d,))
-        specs[f"{name}post_attention_layernorm.weight"] = TensorSpec((layer, "mlp_norm"), (d,))
-        if config.qk_norm:
-            specs[f"{name}self_attn.q_norm.weight"] = TensorSpec((layer, "q_norm"), (h,))
-            specs[f"{name}self_attn.k_norm.weight"] = TensorSpec((layer, "k_norm"), (h,))
+        specs |= layer_specs(config, f"model.layers.{i}.", f"layer_{i}")
+    return specs
+
+
+def layer_specs(config: LlamaConfig, prefix: str, layer: str, inputs: int | None = None) -> dict[str, TensorSpec]:
+    """The tensors of one layer, named `prefix` and Hugging Face's names, for the branch `layer` of the tree.
+
+    `inputs`: the size of what attention reads; None: the hidden size.
+    """
+    d, f, h = config.hidden_size, config.intermediate_size, config.head_dim
+    q, kv, inputs = config.num_heads * h, config.num_kv_heads * h, d if inputs is None else inputs
+    sizes = {
+        "self_attn.q_proj": ("q", q, inputs, config.qkv_bias),
+        "self_attn.k_proj": ("k", kv, inputs, config.qkv_bias),
+        "self_attn.v_proj": ("v", kv, inputs, config.qkv_bias),
+        "self_attn.o_proj": ("o", d, q, config.output_bias),
+        "mlp.gate_proj": ("gate", f, d, config.mlp_bias),
+        "mlp.up_proj": ("up", f, d, config.mlp_bias),
+        "mlp.down_proj": ("down", d, f, config.mlp_bias),
+    }
+    specs = {}
+    for hf, (ours, rows, columns, bias) in sizes.items():
+        specs[f"{prefix}{hf}.weight"] = TensorSpec((layer, ours), (rows, columns), transpose=True)
+        if bias:
+            specs[f"{prefix}{hf}.bias"] = TensorSpec((layer, f"{ours}_bias"), (rows,))
+    specs[f"{prefix}input_layernorm.weight"] = TensorSpec((layer, "attention_norm"), (d,))
+    specs[f"{prefix}post_attention_layernorm.weight"] = TensorSpec((layer, "mlp_norm"), (d,))
+    if config.qk_norm:
+        specs[f"{prefix}self_attn.q_norm.weight"] = TensorSpec((layer, "q_norm"), (h,))
+        specs[f"{prefix}self_attn.k_norm.weight"] = TensorSpec((layer, "k_norm"), (h,))
     return specs
 
 
 def param_shapes(config: LlamaConfig) -> dict[str, Any]:
     """The shapes of the parameter tree in the plain layout, a nested dict of tuples."""
+    return shapes_of(tensor_specs(config))
+
+
+def shapes_of(specs: Mapping[str, TensorSpec]) -> dict[str, Any]:
+    """The shapes of the parameter tree that these tensors make up."""
     tree: dict[str, Any] = {}
-    for spec in tensor_specs(config).values():
+    for spec in specs.values():
         *parents, leaf = spec.path
         branch = tree
         for parent in parents:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from spec_jax import fields
-from spec_jax.models.config import LlamaConfig, from_hf_config
+from spec_jax.models.config import LlamaConfig, from_hf_config, tensor_specs
 from spec_jax.models.gguf_file import GgufFile
 from spec_jax.models.tensors import check_shapes, read_params
 from spec_jax.tokenizer import Tokenizer, tokenizer_from_gguf
@@ -50,11 +50,15 @@ class GgufCheckpoint:
         self.file = GgufFile(path)
         self.config = self._config()
         self._names = {hf_name(name): name for name in self.file.tensors if name != ROPE_DIVISORS}
-        check_shapes(self.config, {hf: self.file.tensors[name].shape for hf, name in self._names.items()}, str(path))
+        check_shapes(
+            tensor_specs(self.config),
+            {hf: self.file.tensors[name].shape for hf, name in self._names.items()},
+            str(path),
+        )
 
     def read_params(self, dtype: str) -> dict[str, Any]:
         """The parameter tree in `dtype`."""
-        return read_params(self.config, self._read, dtype)
+        return read_params(tensor_specs(self.config), self._read, dtype)
 
     def read_tokenizer(self) -> Tokenizer | None:
         """None, with a warning that gives the reason, if the file's tokenizer is of a kind that is not supported."""

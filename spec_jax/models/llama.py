@@ -16,34 +16,13 @@ import numpy as np
 from jax import lax
 
 from spec_jax import cache as kv
-from spec_jax.kernels import cpu
-from spec_jax.kernels.attention import attention
+from spec_jax.models.blocks import Flight, feed_forward, flight_behind, rotations, self_attention
 from spec_jax.models.config import LlamaConfig, param_shapes
-from spec_jax.models.layers import RowBlocks, embed, gated_linear, joined_linear, rms_norm, unembed
+from spec_jax.models.layers import RowBlocks, embed, rms_norm, unembed
 from spec_jax.models.packing import pack_params, packed_shapes
-from spec_jax.models.rope import rope_table, rotate
 
 FINAL_NORM = -1
 """Name of the final norm's output among the captured features; layer i's output is i."""
-
-
-@flax.struct.dataclass
-class Flight:
-    """Where the rows in flight stand: the same for every layer of one forward pass.
-
-    Attributes:
-      start: int32 [batch], the slot that row 0 is written to, which is the number of committed slots.
-      positions: int32 [batch, width], rotary positions (start + depth).
-      ancestors: uint32 [batch or 1, width, words], the packed ancestor mask.
-      write: bool [batch], False for finished rows, which no longer write to the cache.
-      active: bool [batch, width], rows whose results are wanted; a packed model leaves the others out.
-    """
-
-    start: jax.Array
-    positions: jax.Array
-    ancestors: jax.Array
-    write: jax.Array
-    active: jax.Array
 
 
 @flax.struct.dataclass
@@ -116,11 +95,7 @@ class Llama(nn.Module):
 
     def flight(self, cache, width, depth, ancestors, write=None, active=None) -> Flight:
         """Describes `width` rows in flight behind the committed slots of `cache`."""
-        batch = cache.length.shape[0]
-        depth = jnp.broadcast_to(jnp.asarray(depth, jnp.int32), (batch, width))
-        write = jnp.ones(batch, bool) if write is None else write
-        active = jnp.ones((batch, width), bool) if active is None else active
-        return Flight(cache.length, cache.length[:, None] + depth, jnp.asarray(ancestors), write, active)
+        return flight_behind(cache, width, depth, ancestors, write, active)
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """Token ids [batch, width] to embeddings [batch, width, embed]. Ids must lie in the vocabulary."""
@@ -140,13 +115,13 @@ class Llama(nn.Module):
     ) -> tuple[jax.Array, kv.KVCache, dict[int, jax.Array]]:
         """Runs layers start..stop-1 except those in `skip`, writing K/V of each layer that ran."""
         k, v, features = list(cache.k), list(cache.v), {}
-        cos, sin = self._rotations(flight.positions)
+        rotation = rotations(self.config.rope, self.config.head_dim, flight.positions, self.packed)
         for index in range(start, self.config.num_layers if stop is None else stop):
             if index in skip:
                 continue
             # A barrier at every layer border, so that capturing a layer's output never changes how it is fused.
             x = lax.optimization_barrier(x)
-            x, k[index], v[index] = self._layer(index, x, k[index], v[index], flight, cos, sin, rows)
+            x, k[index], v[index] = self._layer(index, x, k[index], v[index], flight, rotation, rows)
             if index in capture:
                 features[index] = self._feature(x, flight)
         return lax.optimization_barrier(x), cache.replace(k=tuple(k), v=tuple(v)), features
@@ -171,58 +146,18 @@ class Llama(nn.Module):
         """The layout of the weights decides how rows run, before anything else."""
         return RowBlocks(independent=True) if self.packed else rows
 
-    def _rotations(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The rope table of positions [batch, width]."""
-
-        def table(positions):
-            return rope_table(self.config.rope, self.config.head_dim, positions)
-
-        if not self.packed:
-            return table(positions)
-        # A loop over rows, because XLA fuses the table into every layer otherwise and computes its sines thirty times.
-        tables = lax.map(table, positions.reshape(-1, 1))
-        return jax.tree.map(lambda x: x.reshape(*positions.shape, x.shape[-1]), tables)
-
-    def _layer(self, index, x, k_slots, v_slots, flight, cos, sin, rows):
+    def _layer(self, index, x, k_slots, v_slots, flight, rotation, rows):
         c, w = self.config, self.weights[f"layer_{index}"]
-        rows = self._rows(rows)
-        batch, width, hidden = x.shape
-        heads, kv_heads, head_dim = c.num_heads, c.num_kv_heads, c.head_dim
-        x, active = x.reshape(batch * width, hidden), flight.active.reshape(-1)
-
+        rows, shape, active = self._rows(rows), x.shape, flight.active.reshape(-1)
+        x = x.reshape(-1, shape[-1])
         with jax.named_scope("attention"):
             normed = rms_norm(x, w["attention_norm"], c.rms_norm_eps, rows, active)
-            sizes = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
-            q, k, v = joined_linear(normed, w, ("q", "k", "v"), sizes, rows, active)
-            q, k = q.reshape(-1, heads, head_dim), k.reshape(-1, kv_heads, head_dim)
-            v = v.reshape(batch, width, kv_heads, head_dim)
-            if c.qk_norm:
-                q = rms_norm(q, w["q_norm"], c.rms_norm_eps, rows, active)
-                k = rms_norm(k, w["k_norm"], c.rms_norm_eps, rows, active)
-            q = rotate(q.reshape(batch, width, heads, head_dim), cos, sin)
-            k = rotate(k.reshape(batch, width, kv_heads, head_dim), cos, sin)
-            seen, k_slots, v_slots = self._attend(q, k, v, k_slots, v_slots, flight, rows)
-            (out,) = joined_linear(seen.reshape(batch * width, heads * head_dim), w, ("o",), (hidden,), rows, active)
+            out, k_slots, v_slots = self_attention(normed, w, c, k_slots, v_slots, flight, rotation, rows)
             x = x + out
-
         with jax.named_scope("mlp"):
             normed = rms_norm(x, w["mlp_norm"], c.rms_norm_eps, rows, active)
-            hidden_rows = gated_linear(normed, w, c.intermediate_size, rows, active)
-            (out,) = joined_linear(hidden_rows, w, ("down",), (hidden,), rows, active)
-            x = x + out
-        return x.reshape(batch, width, hidden), k_slots, v_slots
-
-    def _attend(self, q, k, v, k_slots, v_slots, flight, rows):
-        """Writes k and v behind the committed slots and attends: what was seen, and the slots."""
-        if rows.independent:
-            return cpu.attention(q, k, v, k_slots, v_slots, flight.start, flight.ancestors, flight.active, flight.write)
-        slot = jnp.where(flight.write, flight.start, k_slots.shape[2])  # beyond the capacity: dropped
-        k_slots = kv.write_rows(k_slots, k.transpose(0, 2, 1, 3), slot)
-        v_slots = kv.write_rows(v_slots, v.transpose(0, 2, 1, 3), slot)
-        if rows.canonical:
-            q = lax.optimization_barrier(q)
-        seen = attention(q, k_slots, v_slots, flight.start, flight.ancestors, tile_rows=rows.tile)
-        return (lax.optimization_barrier(seen) if rows.canonical else seen), k_slots, v_slots
+            x = x + feed_forward(normed, w, c, rows, active)
+        return x.reshape(shape), k_slots, v_slots
 
 
 def _flat_active(x: jax.Array, active: jax.Array | None) -> jax.Array:

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from spec_jax.kernels.cpu import PANEL
 from spec_jax.models.config import LlamaConfig, param_shapes
 
-JOINED = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
+JOINED = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",), "fc": ("fc",)}
 """Packed weights of a layer and the weights they are made of, in this order along the outputs."""
 TABLES = ("embedding", "lm_head")
-"""Weights that lie as [outputs, inputs] in the plain layout."""
+"""How the names of weights begin that lie as [outputs, inputs] in the plain layout."""
 
 
 def pack(weight: jax.Array) -> jax.Array:
@@ -45,7 +45,7 @@ def pack_params(params: dict[str, Any]) -> dict[str, Any]:
     packed = {}
     for name in list(params):
         entry = params.pop(name)
-        if name in TABLES:
+        if name.startswith(TABLES):
             entry = pack(entry.T)
         elif isinstance(entry, dict):
             entry = dict(entry)
@@ -57,11 +57,16 @@ def pack_params(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def unpack_params(params: dict[str, Any], config: LlamaConfig) -> dict[str, Any]:
-    """The plain layout of a packed parameter tree, as `tensor_specs` describes it."""
+    """The plain layout of a model's packed parameter tree, as `tensor_specs` describes it."""
+    return unpack_tree(params, param_shapes(config))
+
+
+def unpack_tree(params: dict[str, Any], tree_shapes: dict[str, Any]) -> dict[str, Any]:
+    """The plain layout, of these shapes, of a packed parameter tree."""
     plain = {}
-    for name, shapes in param_shapes(config).items():
+    for name, shapes in tree_shapes.items():
         entry = params[name]
-        if name in TABLES:
+        if name.startswith(TABLES):
             entry = unpack(entry, shapes[0]).T
         elif isinstance(entry, dict):
             entry = dict(entry)

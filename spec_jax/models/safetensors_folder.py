@@ -14,7 +14,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from spec_jax.fields import get, get_ids, read_json, wrong
-from spec_jax.models.config import from_hf_config
+from spec_jax.models.config import from_hf_config, tensor_specs
 from spec_jax.models.tensors import check_shapes, read_params
 from spec_jax.tokenizer import Tokenizer, tokenizer_from_folder
 
@@ -65,11 +65,11 @@ class SafetensorsFolder:
         ]
         if lost:
             problems.append(f"named by {INDEX} but not in its file ({len(lost)}): {', '.join(lost[:8])}")
-        check_shapes(self.config, shapes, str(folder), tuple(problems[:8]))
+        check_shapes(tensor_specs(self.config), shapes, str(folder), tuple(problems[:8]))
 
     def read_params(self, dtype: str) -> dict[str, Any]:
         """The parameter tree in `dtype`."""
-        return read_params(self.config, self._read, dtype)
+        return read_params(tensor_specs(self.config), self._read, dtype)
 
     def read_tokenizer(self) -> Tokenizer | None:
         """None if the folder has no `tokenizer.json`."""

@@ -14,22 +14,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spec_jax.models.config import LlamaConfig, tensor_specs
+from spec_jax.models.config import TensorSpec
 
 DTYPES = ("float32", "bfloat16")
 _LISTED = 8  # names listed per kind of mistake; a wrong config.json would otherwise print thousands
 
 
-def check_shapes(config: LlamaConfig, shapes: Mapping[str, tuple[int, ...]], where: str, problems: Sequence[str] = ()):
+def check_shapes(
+    specs: Mapping[str, TensorSpec],
+    shapes: Mapping[str, tuple[int, ...]],
+    where: str,
+    problems: Sequence[str] = (),
+) -> None:
     """Raises one ValueError that lists missing, unexpected and wrong-shape tensors.
 
     Args:
-      config: what the checkpoint says it is.
+      specs: the tensors that what the checkpoint says it is has.
       shapes: shape of every tensor in the checkpoint, by Hugging Face name.
       where: the file or folder, for the message.
       problems: further findings of the reader, listed in the same message.
     """
-    specs = tensor_specs(config)
     missing = [name for name in specs if name not in shapes]
     unexpected = [name for name in shapes if name not in specs]
     wrong = [
@@ -53,11 +57,11 @@ def check_shapes(config: LlamaConfig, shapes: Mapping[str, tuple[int, ...]], whe
     raise ValueError(f"the tensors in {where} do not fit its config: {'; '.join(found)}{hint}")
 
 
-def read_params(config: LlamaConfig, read: Callable[[str], np.ndarray], dtype: str) -> dict[str, Any]:
+def read_params(specs: Mapping[str, TensorSpec], read: Callable[[str], np.ndarray], dtype: str) -> dict[str, Any]:
     """Builds the parameter tree.
 
     Args:
-      config: sizes; `check_shapes` must have passed.
+      specs: where every tensor goes; `check_shapes` must have passed.
       read: returns the tensor of a Hugging Face name in any floating dtype.
       dtype: "float32" or "bfloat16"; every parameter gets it.
 
@@ -65,7 +69,7 @@ def read_params(config: LlamaConfig, read: Callable[[str], np.ndarray], dtype: s
       A nested dict of arrays on JAX's default device, following `TensorSpec.path`.
     """
     params: dict[str, Any] = {}
-    for name, spec in tensor_specs(config).items():
+    for name, spec in specs.items():
         array = read(name)
         if array.shape != spec.shape:
             raise ValueError(f"tensor {name} was read as {list(array.shape)}, not {list(spec.shape)}")

@@ -227,7 +227,7 @@ def test_absurd_sizes_are_refused_before_anything_is_laid_out(change, tmp_path, 
         raise AssertionError("sizes must be checked first")
 
     folder = write(tmp_path, LLAMA | change, tensors)
-    monkeypatch.setattr("spec_jax.models.tensors.tensor_specs", laid_out)
+    monkeypatch.setattr("spec_jax.models.safetensors_folder.tensor_specs", laid_out)
     with pytest.raises(ValueError, match="config.json: .* is more than .*, the most that is accepted"):
         load_model(folder)
 
