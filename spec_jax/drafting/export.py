@@ -336,7 +336,8 @@ def _tensors(params: Mapping[str, Any], specs: Mapping[str, TensorSpec], dtype: 
         elif dtype == "int8":
             found[name] = value
         else:
-            found[name] = value.astype(jnp.dtype(dtype))
+            with np.errstate(over="ignore"):  # found right below
+                found[name] = value.astype(jnp.dtype(dtype))
             if not np.isfinite(found[name].astype(np.float32)).all():
                 raise ValueError(f"{'/'.join(spec.path)} holds numbers beyond the range of {dtype}; use bfloat16")
     return found
@@ -344,8 +345,8 @@ def _tensors(params: Mapping[str, Any], specs: Mapping[str, TensorSpec], dtype: 
 
 def _quantised(value: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """int8 [rows, columns] and float32 [rows, 1]; rows of zeros have the scale 1."""
-    most = np.abs(value).max(axis=1, keepdims=True)
-    scale = np.where(most > 0, most / 127, 1).astype(np.float32)
+    scale = np.abs(value).max(axis=1, keepdims=True) / np.float32(127)
+    scale = np.where(scale > 0, scale, np.float32(1))
     return np.clip(np.rint(value / scale), -127, 127).astype(np.int8), scale
 
 

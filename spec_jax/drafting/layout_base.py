@@ -12,7 +12,7 @@ from typing import Any
 from spec_jax.drafting.heads import Head
 from spec_jax.drafting.tensor_names import EMBEDDING, LM_HEAD
 from spec_jax.fields import get
-from spec_jax.models.config import LlamaConfig, TensorSpec, from_hf_config
+from spec_jax.models.config import LlamaConfig, TensorSpec, fitting_type, from_hf_config
 
 MOST_PADDING = 1024
 """Rows that tables of one vocabulary may differ by: models of a family pad them to different sizes."""
@@ -70,7 +70,8 @@ def layers_of(config: Mapping[str, Any], target: Any, **changes: Any) -> LlamaCo
             f"the drafter is for a vocabulary of {found.vocab_size} ids, and {target.name} has {ids} in {rows} rows; "
             f"use a drafter that was trained for this target"
         )
-    return dataclasses.replace(found, tie_embeddings=False, **changes)
+    found = dataclasses.replace(found, tie_embeddings=False, **changes)
+    return dataclasses.replace(found, model_type=fitting_type(found))
 
 
 def rows_of(shapes: Mapping[str, tuple[int, ...]], name: str, default: int = 0) -> int:

@@ -28,7 +28,7 @@ from spec_jax.drafting.layout_base import (
 )
 from spec_jax.drafting.tensor_names import LM_HEAD, MTP_NAMES
 from spec_jax.fields import get
-from spec_jax.models.config import MAX_LAYERS
+from spec_jax.models.config import MAX_LAYERS, fitting_type
 from spec_jax.models.llama import FINAL_NORM
 from spec_jax.models.safetensors_folder import mtp_tensors
 
@@ -69,10 +69,10 @@ def find_layout(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
     if "dflash_config" in config or "DFlashDraftModel" in get(config, "architectures", list, []):
         return _dflash(config, names, target)
     for prefix in ("medusa_heads.", "medusa_head.", ""):
-        ours = {name: shape for name, shape in shapes.items() if name.startswith(prefix)}
-        if f"{prefix}blocks.0.layers.0.weight" in ours:
-            return _vllm_medusa(config, ours, target, prefix)
-        if f"{prefix}0.0.linear.weight" in ours:
+        if f"{prefix}blocks.0.layers.0.weight" in shapes:
+            return _vllm_medusa(config, shapes, target, prefix)
+        if f"{prefix}0.0.linear.weight" in shapes:  # beside the target's tensors where they have a prefix
+            ours = {name: shape for name, shape in shapes.items() if name.startswith(prefix)}
             return _medusa(config, ours, target, prefix)
     if "midlayer.hidden_norm.weight" in names or "layers.0.hidden_norm.weight" in names:
         return _eagle3(config, names, target, None)
@@ -331,6 +331,7 @@ def _target_mtp(config, shapes, target) -> Layout:
         qkv_bias=bias in shapes,
         tie_embeddings=False,
     )
+    layers = dataclasses.replace(layers, model_type=fitting_type(layers))
     refuse_gated(shapes, prefix, layers)
     embedding, lm_head = f"{prefix}embed_tokens.weight", f"{prefix}shared_head.head.weight"
     head = MtpHead(

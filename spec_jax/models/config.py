@@ -116,13 +116,21 @@ def from_hf_config(config: Mapping[str, Any]) -> LlamaConfig:
     )
 
 
+def fitting_type(config: LlamaConfig) -> str:
+    """A model type whose models have the switches of `config`: its own where that is so."""
+    kind, half_biased = config.model_type, config.qkv_bias and not config.output_bias
+    if config.qk_norm == (kind == "qwen3") and half_biased == (kind in _QKV_BIAS):
+        return kind
+    return "qwen3" if config.qk_norm else "qwen2" if half_biased else "llama"
+
+
 def to_hf_config(config: LlamaConfig) -> dict[str, Any]:
-    """What `from_hf_config` reads as `config`. Raises ValueError where a config.json cannot say it."""
-    kind = config.model_type
-    if config.qk_norm != (kind == "qwen3") or (config.qkv_bias and not config.output_bias) != (kind in _QKV_BIAS):
-        kind = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias and not config.output_bias else "llama"
+    """What `from_hf_config` reads as `config`, but for a model type that does not fit its switches.
+
+    Raises ValueError where a config.json cannot say it.
+    """
     found = {
-        "model_type": kind,
+        "model_type": fitting_type(config),
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
