@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import spec_jax
-from spec_jax import cli_generate, cli_plan
+from spec_jax import cli_export, cli_generate, cli_plan
 from spec_jax.cli_output import console, print_json
 
 
@@ -53,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_generate(commands)
     _add_bench(commands)
     _add_plan(commands)
+    _add_export(commands)
     _add_models(commands)
     _add_doctor(commands)
     return parser
@@ -113,6 +114,11 @@ def _add_bench(commands: Any) -> None:
 def _add_plan(commands: Any) -> None:
     summary = "choose the draft length for a model, a chip and a load"
     cli_plan.add_options(_command(commands, "plan", cli_plan.run, summary, cli_plan.EXAMPLE))
+
+
+def _add_export(commands: Any) -> None:
+    summary = "write a learned drafter in the layout that another system reads"
+    cli_export.add_options(_command(commands, "export", cli_export.run, summary, cli_export.EXAMPLE))
 
 
 def _add_models(commands: Any) -> None:

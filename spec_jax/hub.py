@@ -32,6 +32,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 _CHUNK = 1 << 20
 _REPO_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _REPO_FILES = ["*.json", "*.safetensors", "*.jinja"]
+_DRAFTER_FILES = [*_REPO_FILES, "pytorch_model.bin", "medusa_lm_head.pt"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +121,14 @@ def find_model(name: str | os.PathLike[str]) -> Path:
     )
 
 
+def find_folder(name: str | os.PathLike[str]) -> Path | None:
+    """The folder of a drafter: an existing one, or a Hugging Face repository id that is fetched; None: neither."""
+    path = _expanded(os.fspath(name))
+    if path.is_dir():
+        return path
+    return _fetch_repo(os.fspath(name), _DRAFTER_FILES) if _REPO_ID.fullmatch(os.fspath(name)) else None
+
+
 # --- Hugging Face repositories ----------------------------------------------------------------------------------------
 
 
@@ -128,7 +137,7 @@ def _near(name: str) -> str | None:
     return next(iter(difflib.get_close_matches(name.lower().rpartition("/")[2], HUB, n=1, cutoff=0.7)), None)
 
 
-def _fetch_repo(repo_id: str) -> Path:
+def _fetch_repo(repo_id: str, patterns: list[str] = _REPO_FILES) -> Path:
     near = _near(repo_id)
     hint = "" if near is None else f". A built-in model has a similar name: {near!r}"
     if importlib.util.find_spec("huggingface_hub") is None:
@@ -139,7 +148,7 @@ def _fetch_repo(repo_id: str) -> Path:
     import huggingface_hub
 
     try:
-        return Path(huggingface_hub.snapshot_download(repo_id, allow_patterns=_REPO_FILES))
+        return Path(huggingface_hub.snapshot_download(repo_id, allow_patterns=patterns))
     except KeyboardInterrupt:
         raise
     except Exception as error:  # its own errors, those of its HTTP client and of the operating system

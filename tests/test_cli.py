@@ -26,7 +26,7 @@ def exactness(monkeypatch):
     return report
 
 
-@pytest.mark.parametrize("command", ["generate", "bench", "models", "doctor"])
+@pytest.mark.parametrize("command", ["generate", "bench", "export", "models", "doctor"])
 def test_help_shows_an_example(command, capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main([command, "-h"])

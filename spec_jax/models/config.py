@@ -1,7 +1,7 @@
 """The Llama family's configuration and the map from Hugging Face tensors to parameters.
 
-One frozen `LlamaConfig` covers Llama, SmolLM2, Mistral (without a window), Qwen2 and Qwen3: they differ in biases,
-query/key norms, tied embeddings and rotary scaling only.
+One frozen `LlamaConfig` covers Llama, SmolLM2, Mistral (without a window), Qwen2, MiMo and Qwen3: they differ in
+biases, query/key norms, tied embeddings and rotary scaling only.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import numpy as np
 
 from spec_jax.checks import check_counts
 from spec_jax.fields import get
-from spec_jax.models.rope import RopeConfig, rope_from_hf
+from spec_jax.models.rope import RopeConfig, rope_from_hf, rope_to_hf
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "mimo")
+_QKV_BIAS = ("qwen2", "mimo")
 MAX_LAYERS = 4096
 """Far more than any model has. Tensor names are listed per layer before a file is compared with them, so that a wrong
 number in a config must not decide how much memory this takes."""
@@ -107,12 +108,50 @@ def from_hf_config(config: Mapping[str, Any]) -> LlamaConfig:
         rms_norm_eps=get(config, "rms_norm_eps", float, 1e-6),
         rope=rope_from_hf(config),
         tie_embeddings=get(config, "tie_word_embeddings", bool, False),
-        qkv_bias=model_type == "qwen2" or attention_bias,
-        output_bias=attention_bias and model_type != "qwen2",
+        qkv_bias=model_type in _QKV_BIAS or attention_bias,
+        output_bias=attention_bias and model_type not in _QKV_BIAS,
         mlp_bias=get(config, "mlp_bias", bool, False),
         qk_norm=model_type == "qwen3",
         model_type=model_type,
     )
+
+
+def fitting_type(config: LlamaConfig) -> str:
+    """A model type whose models have the switches of `config`: its own where that is so."""
+    kind, half_biased = config.model_type, config.qkv_bias and not config.output_bias
+    if config.qk_norm == (kind == "qwen3") and half_biased == (kind in _QKV_BIAS):
+        return kind
+    return "qwen3" if config.qk_norm else "qwen2" if half_biased else "llama"
+
+
+def to_hf_config(config: LlamaConfig) -> dict[str, Any]:
+    """What `from_hf_config` reads as `config`, but for a model type that does not fit its switches.
+
+    Raises ValueError where a config.json cannot say it.
+    """
+    found = {
+        "model_type": fitting_type(config),
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": config.rms_norm_eps,
+        **rope_to_hf(config.rope),
+        "tie_word_embeddings": config.tie_embeddings,
+        "attention_bias": config.qkv_bias,
+        "mlp_bias": config.mlp_bias,
+        "hidden_act": "silu",
+    }
+    again = dataclasses.replace(from_hf_config(found), model_type=config.model_type)
+    lost = [f.name for f in dataclasses.fields(config) if getattr(again, f.name) != getattr(config, f.name)]
+    if lost:
+        values = ", ".join(f"{name}={getattr(config, name)}" for name in lost)
+        raise ValueError(f"a config.json cannot say {values:.300}")
+    return found
 
 
 @dataclasses.dataclass(frozen=True)

@@ -50,6 +50,11 @@ def load_model(
         raise ValueError("mesh: loading a model onto a device mesh is not supported yet; leave mesh=None")
     path = hub.find_model(name)
     checkpoint = SafetensorsFolder(path) if path.is_dir() else GgufCheckpoint(path)
+    if getattr(checkpoint, "shared_with", None) is not None:
+        raise ValueError(
+            f"{name} is a draft model that uses the embedding of {checkpoint.shared_with}; it has none of its own: use "
+            f"it with that target, as the model of the method draft_model"
+        )
     config = checkpoint.config
     limit = config.max_position_embeddings
     if max_model_len is not None and max_model_len > limit:

@@ -104,6 +104,20 @@ def rope_from_hf(config: Mapping[str, Any]) -> RopeConfig:
     )
 
 
+def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
+    """The entries that `rope_from_hf` reads as `rope`, for transformers 4 and 5."""
+    found: dict[str, Any] = {"rope_type": rope.rope_type, "rope_theta": rope.theta}
+    if rope.rope_type == "default":
+        return {"rope_theta": rope.theta, "rope_parameters": found}
+    found |= {"factor": rope.factor, "original_max_position_embeddings": rope.original_max_position}
+    names = {
+        "llama3": ("low_freq_factor", "high_freq_factor"),
+        "yarn": ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
+    }.get(rope.rope_type, ())
+    found |= {name: getattr(rope, name) for name in names if getattr(rope, name) is not None}
+    return {"rope_theta": rope.theta, "rope_parameters": found, "rope_scaling": found}
+
+
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
     """Angular frequency of each rotated pair, float32 [head_dim // 2], and the factor on cos and sin.
 
