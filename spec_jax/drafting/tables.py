@@ -34,9 +34,7 @@ def with_tables(head: Head, params: dict[str, Any], target: Model) -> tuple[Head
         head = dataclasses.replace(head, own_embedding=True, embedding_rows=rows)
     if not head.own_head:
         if head.mapped:
-            raise ValueError(
-                "the drafter has ids of its own but no output head for them: lm_head is absent"
-            )
+            raise ValueError("the drafter has ids of its own but no output head for them: lm_head is absent")
         more["lm_head"] = target.params["embedding" if target.config.tie_embeddings else "lm_head"]
         config = dataclasses.replace(head.config, vocab_size=rows)
         head = dataclasses.replace(head, own_head=True, config=config)
