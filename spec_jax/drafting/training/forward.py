@@ -23,7 +23,7 @@ from spec_jax.models.layers import RowBlocks, rms_norm
 from spec_jax.models.llama import FINAL_NORM
 from spec_jax.models.rope import RopeConfig, rope_table, rotate
 
-QUERY_BLOCK = 128
+QUERY_BLOCK = 64
 """Queries of one attention product; keys behind a block's end are not read."""
 
 
