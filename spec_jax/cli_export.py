@@ -32,9 +32,8 @@ def add_options(parser: Any) -> None:
     parser.add_argument(
         "--tables",
         choices=TABLES,
-        default="own",
         help="embedding and output head: the drafter's own, also those that it borrows from the target, or only what "
-        "differs from the target's (default: %(default)s)",
+        "differs from the target's (default: what readers of the layout want)",
     )
     parser.add_argument("--num-speculative-tokens", type=int, metavar="K", help="for the config (default: as it was)")
 
@@ -44,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from spec_jax.checks import check_counts
     from spec_jax.drafting.checkpoints import DrafterFolder, find_drafter
-    from spec_jax.drafting.export import WEIGHTS, default_layout, export_drafter
+    from spec_jax.drafting.export import WEIGHTS, default_layout, default_tables, export_drafter
 
     tokens = arguments.num_speculative_tokens
     if tokens is not None:
@@ -64,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
         dtype=arguments.dtype,
         num_speculative_tokens=tokens or drafter.layout.num_speculative_tokens,
         target_params=target.params,
-        tables=arguments.tables,
+        tables=arguments.tables or default_tables(head, layout, arguments.dtype),
     )
     report = {
         "method": drafter.layout.method,

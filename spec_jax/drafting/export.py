@@ -41,6 +41,16 @@ def default_layout(head: Head) -> str:
     return next(name for name, kinds in LAYOUTS.items() if isinstance(head, kinds))
 
 
+def default_tables(head: Head, layout: str, dtype: str) -> str:
+    """Which tables the readers of a layout want in the file: `tables` of `export_drafter`.
+
+    speculators 0.9 leaves the embedding of an EAGLE-3 drafter uninitialised where the file has none, and vLLM's Medusa
+    always names an output head; other drafters take theirs from the target. int8 is for spec_jax, which takes all.
+    """
+    wants = isinstance(head, MedusaHead) or (layout == "speculators" and isinstance(head, Eagle3Head))
+    return "all" if wants and dtype != "int8" else "own"
+
+
 def export_drafter(
     head: Head,
     params: Mapping[str, Any],
@@ -139,24 +149,25 @@ def _default_tokens(head: Head) -> int:
 
 def _speculators(head, target_name, target_config, tokens):
     wide = None if head.target_hidden == head.config.hidden_size else head.target_hidden
-    config: dict[str, Any] = {
-        "transformer_layer_config": _layers(head, target_config),
-        "draft_vocab_size": head.config.vocab_size,
-        "target_hidden_size": wide,
-    }
+    config: dict[str, Any] = {"transformer_layer_config": _layers(head, target_config)}
+    vocabulary = {"draft_vocab_size": head.config.vocab_size, "target_hidden_size": wide}
     if isinstance(head, Eagle3Head):
         kind, architecture = "eagle3", "Eagle3Speculator"
-        config |= _eagle3_switches(head) | {
-            "embed_requires_grad": head.own_embedding,
-            "eagle_aux_hidden_state_layer_ids": [i + 1 for i in _layer_features(head, target_config)],
-        }
+        config |= (
+            vocabulary
+            | _eagle3_switches(head)
+            | {
+                "embed_requires_grad": head.own_embedding,
+                "eagle_aux_hidden_state_layer_ids": [i + 1 for i in _layer_features(head, target_config)],
+            }
+        )
         if head.mask_token is not None:
             kind, architecture = "peagle", "PEagleSpeculator"
             config["mask_token_id"] = head.mask_token
         specs = tensor_names.eagle3_specs(head, "layers.0")
     elif isinstance(head, BlockHead):
         kind, architecture = "dflash", "DFlashSpeculator"
-        config |= {
+        config |= vocabulary | {
             "aux_hidden_state_layer_ids": [i + 1 for i in _layer_features(head, target_config)],
             "block_size": head.block_size,
             "mask_token_id": head.mask_token,
@@ -167,12 +178,15 @@ def _speculators(head, target_name, target_config, tokens):
         specs = tensor_names.block_specs(head)
     else:
         kind, architecture = "mtp", "MTPDraftModel"
-        _refuse(head, "the speculators layout", hidden_first=False, post_norm=True, zero_first=False)
+        size = head.config.hidden_size  # and no reduced vocabulary in its own classes: that is told by d2t alone
+        _refuse(
+            head, "the speculators layout", target_hidden=size, hidden_first=False, post_norm=True, zero_first=False
+        )
         config["num_nextn_predict_layers"] = head.config.num_layers
         specs = tensor_names.table_specs(head) | tensor_names.mtp_specs(head, tensor_names.MTP_NAMES["speculators"])
     config |= {
         "speculators_model_type": kind,
-        "speculators_version": "0.5.0",
+        "speculators_version": "0.9.0",
         "architectures": [architecture],
         "speculators_config": {
             "algorithm": kind,
