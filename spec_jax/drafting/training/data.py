@@ -63,7 +63,6 @@ def generate_responses(
     shard_size: int = 256,
     max_prompt_tokens: int | None = None,
     seed: int = 0,
-    speculative_config: Mapping[str, Any] | None = None,
     progress: Callable[[GenerationStats], None] | None = None,
 ) -> GenerationStats:
     """Answers every prompt with the target and keeps the texts in `folder`; a second call goes on where it was killed.
@@ -80,7 +79,6 @@ def generate_responses(
       max_prompt_tokens: longer prompts are left out and counted. None: what leaves room for `max_tokens` in the
         target's context.
       seed: with the prompt's place among the prompts it decides the random numbers of its answer.
-      speculative_config: drafts to decode faster with. The texts are the same.
       progress: called after every shard.
 
     Raises:
@@ -124,11 +122,12 @@ def generate_responses(
             result = generate(
                 target,
                 [ids[i] for i in which],
-                speculative_config,
+                None,
                 [
                     {"temperature": temperatures[i], "max_tokens": max_tokens, "seed": sample_seed(seed, i)}
                     for i in which
                 ],
+                exact=False,  # the fastest; a shard is always decoded in the same company
                 max_batch_size=batch_size,
                 progress=False,
             )
