@@ -32,6 +32,8 @@ from spec_jax.prompts import read_prompts
 
 KINDS = ("chat", "maths", "summary", "code")
 SPAN = 13
+CALMER = 0.7
+"""Temperature of word problems and articles, which lose their thread at 1."""
 CODE_REQUEST, SUMMARY_REQUEST = "Complete the code I provided.\n", "Summarize: "
 LEFT_OUT = ("test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__", "turtledemo")
 NAMES = "Ava Ben Carla Dmitri Elena Farid Grace Hiro Imani Jonas Keiko Liam Maya Nadia Omar Priya Quinn Rosa Sam Tara"
@@ -103,11 +105,13 @@ def user_opening(target: Any) -> str:
     return target.tokenizer.render_chat([{"role": "user", "content": mark}]).split(mark)[0]
 
 
-def go_on(target: Any, starts: Sequence[str], seed: int, max_tokens: int, batch: int) -> list[tuple[str, bool]]:
+def go_on(
+    target: Any, starts: Sequence[str], seed: int, max_tokens: int, batch: int, temperature: float
+) -> list[tuple[str, bool]]:
     """(new text, whether it ended by itself) for text that begins so, sampled."""
     ids = [target.tokenizer.encode(start, add_special_tokens=False) for start in starts]
     sampling = [
-        {"temperature": 1.0, "top_p": 0.95, "max_tokens": max_tokens, "seed": seed * 1_000_000 + i}
+        {"temperature": temperature, "top_p": 0.95, "max_tokens": max_tokens, "seed": seed * 1_000_000 + i}
         for i in range(len(ids))
     ]
     found = spec_jax.generate(target, ids, None, sampling, exact=False, max_batch_size=batch).sequences
@@ -116,7 +120,7 @@ def go_on(target: Any, starts: Sequence[str], seed: int, max_tokens: int, batch:
 
 def chat(target: Any, count: int, seed: int, batch: int) -> Iterator[str]:
     """Users' turns, "" for those that do not read like one."""
-    for text, ended in go_on(target, [user_opening(target)] * count, seed, 120, batch):
+    for text, ended in go_on(target, [user_opening(target)] * count, seed, 120, batch, 1.0):
         fits = ended and len(words_of(text)) >= 4 and not repeats_itself(text)
         yield text.strip() if fits else ""
 
@@ -128,7 +132,8 @@ def maths(target: Any, count: int, seed: int, batch: int) -> Iterator[str]:
     starts = [
         f"{rng.choice(names)} {rng.choice(verbs)} {rng.randint(2, 120)} {rng.choice(things)}" for _ in range(count)
     ]
-    for start, (text, _) in zip(starts, go_on(target, [opening + s for s in starts], seed, 120, batch), strict=True):
+    found = go_on(target, [opening + start for start in starts], seed, 120, batch, CALMER)
+    for start, (text, _) in zip(starts, found, strict=True):
         problem = (start + text)[: (start + text).rfind("?") + 1].strip()
         fits = len(re.findall(r"\d+", problem)) >= 2 and not repeats_itself(problem)
         yield problem if fits else ""
@@ -143,7 +148,7 @@ def summary(target: Any, count: int, seed: int, batch: int) -> Iterator[str]:
             topic=rng.choice(TOPICS.split("|")), place=rng.choice(PLACES.split("|"))
         )
         starts.append(target.tokenizer.render_chat([{"role": "user", "content": request}]))
-    for text, _ in go_on(target, starts, seed, 320, batch):
+    for text, _ in go_on(target, starts, seed, 320, batch, CALMER):
         text = " ".join(text.replace("*", "").replace("#", "").split())
         article = text[: max(text.rfind(end) for end in (". ", '." ', ".")) + 1]
         yield SUMMARY_REQUEST + article if len(words_of(article)) >= 60 and not repeats_itself(article) else ""
