@@ -38,7 +38,7 @@ from spec_jax.prompts import builtin_prompts, model_input, read_prompts
 def _next_tokens(module: Any, params: Any, tokens: jax.Array, runs: jax.Array) -> jax.Array:
     """Greedy next tokens int32 [batch, width] of the layers that run, bool [layers]."""
     c, width = module.config, tokens.shape[1]
-    cache = kv.init_cache(c.num_layers, tokens.shape[0], c.num_kv_heads, width, c.head_dim, module.dtype)
+    cache = kv.init_cache(c, tokens.shape[0], width, module.dtype)
 
     def forward(bound, tokens, cache):
         flight = bound.flight(cache, width, np.arange(width, dtype=np.int32), chain_ancestors(width))

@@ -6,9 +6,14 @@ One K and one V array per layer: scanning or carrying one stacked array makes XL
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import flax.struct
 import jax
 import jax.numpy as jnp
+
+if TYPE_CHECKING:  # which layers import in turn
+    from spec_jax.models.config import LlamaConfig
 
 BLOCK = 128
 """Slots per KV block: attention walks blocks at absolute positions and capacity is a multiple of it."""
@@ -47,17 +52,17 @@ def power_of_two(value: int) -> int:
     return 0 if value == 0 else 1 << (value - 1).bit_length()
 
 
-def init_cache(num_layers: int, batch: int, kv_heads: int, capacity: int, head_dim: int, dtype) -> KVCache:
-    """An empty cache. `capacity` is rounded up to a whole number of KV blocks.
+def init_cache(config: LlamaConfig, batch: int, capacity: int, dtype) -> KVCache:
+    """An empty cache of a model of this config. `capacity` is rounded up to a whole number of KV blocks.
 
     Zeros, not `empty`: a masked slot is multiplied by a zero weight, and 0 * NaN would still poison the sum.
     """
     if capacity < 1:
         raise ValueError(f"cache capacity={capacity} must be at least 1 slot")
-    shape = (batch, kv_heads, round_up(capacity, BLOCK), head_dim)
+    shape = (batch, config.num_kv_heads, round_up(capacity, BLOCK), config.head_dim)
     return KVCache(
-        k=tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)),
-        v=tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)),
+        k=tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers)),
+        v=tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers)),
         length=jnp.zeros(batch, jnp.int32),
     )
 

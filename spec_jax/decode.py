@@ -117,7 +117,7 @@ class Decoder:
         if capacity % kv.BLOCK:
             raise ValueError(f"capacity={capacity} must be a multiple of the KV block of {kv.BLOCK} slots")
         c = self.module.config
-        cache = kv.init_cache(c.num_layers, batch, c.num_kv_heads, capacity, c.head_dim, self.module.dtype)
+        cache = kv.init_cache(c, batch, capacity, self.module.dtype)
         return Prefilled(cache, self.drafter.init(drafter_params, self._target(params), batch, capacity))
 
     def fill(

@@ -177,7 +177,7 @@ def _forced_logits(target, text, width, capacity, rows, lead) -> np.ndarray:
     def forward(params, fed, cache):
         return module.apply({"params": params}, fed, cache, depth=depth, ancestors=ancestors, rows=rows)
 
-    cache = kv.init_cache(c.num_layers, batch, c.num_kv_heads, capacity, c.head_dim, module.dtype)
+    cache = kv.init_cache(c, batch, capacity, module.dtype)
     out, at = [], 0
     while at < tokens:
         count = min(lead if lead and at == 0 else width, tokens - at)

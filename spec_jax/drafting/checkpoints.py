@@ -124,7 +124,11 @@ class DrafterFolder:
         return head, pack_params(params) if packed else params, self.remark
 
     def _read(self, name: str) -> np.ndarray:
-        return self._files.read(name if name in self._files.shapes else f"model.{name}")
+        return self._files.read(self._in_file(name))
+
+    def _in_file(self, name: str) -> str:
+        """A tensor's name there: some exporters put a prefix in front of it."""
+        return name if name in self._files.shapes else f"model.{name}"
 
     def _other_specs(self) -> dict[str, TensorSpec]:
         """Of the tensors that are no weights: tables of ids, and copies."""
@@ -137,12 +141,14 @@ class DrafterFolder:
 
     def _problems(self) -> list[str]:
         """Tensors of the wrong type."""
-        tables = [name for name in (self.layout.draft_ids, self.layout.member) if name in self.layout.shapes]
-        weights = [name for name in (*self.layout.specs, *self.layout.copies) if name in self.layout.shapes]
-        in_file = {n: n if n in self._files.shapes else f"model.{n}" for n in (*weights, *tables)}
-        ours = set(in_file.values())
-        found = self._files.problems([in_file[n] for n in weights], FLOATS, lambda name: name not in ours)
-        return found + self._files.problems([in_file[n] for n in tables], _INTEGERS, lambda name: True)
+        layout = self.layout
+        tables, weights = (
+            [self._in_file(name) for name in names if name in layout.shapes]
+            for names in ((layout.draft_ids, layout.member), (*layout.specs, *layout.copies))
+        )
+        ours = {*tables, *weights}
+        found = self._files.problems(weights, FLOATS, lambda name: name not in ours)
+        return found + self._files.problems(tables, _INTEGERS, lambda name: True)
 
     def _draft_ids(self) -> np.ndarray:
         """The target's id of every row of the output head, checked, also against the table of members."""
@@ -183,7 +189,7 @@ def _open(folder: Path) -> SafetensorsFiles | TorchFile:
 
 def _head_rows(target: Model, ids: np.ndarray) -> jax.Array:
     """The rows of the target's output head, [ids, hidden]."""
-    table = target.params["embedding" if target.config.tie_embeddings else "lm_head"]
+    table = target.params[target.config.head_table]
     return embed(jnp.asarray(ids), table, RowBlocks(independent=target.module.packed))
 
 

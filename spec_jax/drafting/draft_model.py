@@ -67,7 +67,7 @@ class DraftModelDrafter(TreeDrafter):
 
     def init(self, params, target, batch, capacity):
         c = self.module.config
-        cache = kv.init_cache(c.num_layers, batch, c.num_kv_heads, capacity, c.head_dim, self.module.dtype)
+        cache = kv.init_cache(c, batch, capacity, self.module.dtype)
         return DraftModelState(cache, jnp.zeros(batch, jnp.int32))
 
     def for_prefill(self):

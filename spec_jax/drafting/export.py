@@ -158,7 +158,7 @@ def _speculators(head, target_name, target_config, tokens):
             | _eagle3_switches(head)
             | {
                 "embed_requires_grad": head.own_embedding,
-                "eagle_aux_hidden_state_layer_ids": [i + 1 for i in _layer_features(head, target_config)],
+                "eagle_aux_hidden_state_layer_ids": _layers_entered(head),
             }
         )
         if head.mask_token is not None:
@@ -168,7 +168,7 @@ def _speculators(head, target_name, target_config, tokens):
     elif isinstance(head, BlockHead):
         kind, architecture = "dflash", "DFlashSpeculator"
         config |= vocabulary | {
-            "aux_hidden_state_layer_ids": [i + 1 for i in _layer_features(head, target_config)],
+            "aux_hidden_state_layer_ids": _layers_entered(head),
             "block_size": head.block_size,
             "mask_token_id": head.mask_token,
             "sample_from_anchor": head.sample_from_anchor,
@@ -219,7 +219,7 @@ def _safeailab(head, target_name, target_config, tokens):
         "target_hidden_size": head.target_hidden,
         "eagle_config": {
             "use_aux_hidden_state": True,
-            "eagle_aux_hidden_state_layer_ids": [i + 1 for i in _layer_features(head, target_config)],
+            "eagle_aux_hidden_state_layer_ids": _layers_entered(head),
         },
     }
     if head.mask_token is not None:
@@ -259,11 +259,11 @@ def _eagle3_switches(head: Eagle3Head) -> dict[str, Any]:
     }
 
 
-def _layer_features(head: Head, target_config: LlamaConfig) -> tuple[int, ...]:
-    """The layers that are read; these layouts cannot name the final norm's output."""
+def _layers_entered(head: Head) -> list[int]:
+    """The layers that read the features, one more than those that wrote them; the final norm's has none."""
     if FINAL_NORM in head.features:
         raise ValueError(f"features={head.features} has the final norm's output, which these layouts cannot name")
-    return head.features
+    return [i + 1 for i in head.features]
 
 
 def _sliding(head: BlockHead) -> dict[str, Any]:
@@ -323,7 +323,7 @@ def _same_tables(head, params, tables, target_config) -> tuple[str, ...]:
 
 def _target_head(head, params, tables, target_config):
     """What the target's output head is for this drafter."""
-    table = tables["embedding" if target_config.tie_embeddings else "lm_head"]
+    table = tables[target_config.head_table]
     return np.asarray(table)[np.asarray(params["draft_ids"])] if head.mapped else table
 
 

@@ -73,7 +73,7 @@ class FeatureDrafter(TreeDrafter):
 
     def init(self, params, target, batch, capacity):
         c = self.head.config
-        cache = kv.init_cache(c.num_layers, batch, c.num_kv_heads, capacity, c.head_dim, self.head.dtype)
+        cache = kv.init_cache(c, batch, capacity, self.head.dtype)
         return FeatureState(cache, jnp.zeros((batch, c.hidden_size), self.head.dtype))
 
     def for_prefill(self):
@@ -116,14 +116,8 @@ class FeatureDrafter(TreeDrafter):
             cache, output, _ = run_if(step > 0, feed, (*carry, token))
             return self._logits(params, output[:, None])[:, 0], (cache, output)
 
-        carry = state.cache, state.output
-        proposal, (cache, _) = draft_chain(
-            next_logits, carry, view.last, view, self.num_nodes, self.sample, self.vocab_size
-        )
-        q = None if proposal.probs is None else DraftProbs(proposal.probs)
-        room = self.head.config.max_position_embeddings - view.length + 2
-        count = jnp.minimum(proposal.count, self._known(view, room))
-        return Draft(proposal.tokens, count, q), state.replace(cache=cache.replace(length=state.cache.length))
+        draft, (cache, _) = self._draft_chain(next_logits, (state.cache, state.output), view)
+        return draft, state.replace(cache=cache.replace(length=state.cache.length))
 
     def _propose_at_once(self, params, state, view):
         """One forward pass of mask rows behind the newest slot: row j stands for the hidden state of draft token j."""
@@ -142,11 +136,14 @@ class FeatureDrafter(TreeDrafter):
         def next_logits(carry, token, step):
             return jax.lax.dynamic_index_in_dim(logits, step, axis=1, keepdims=False), carry
 
-        proposal, _ = draft_chain(next_logits, (), view.last, view, self.num_nodes, self.sample, self.vocab_size)
+        draft, _ = self._draft_chain(next_logits, (), view)
+        return draft, state.replace(cache=cache.replace(length=state.cache.length))
+
+    def _draft_chain(self, next_logits, carry, view):
+        """The chain that `base.draft_chain` drafts, as far as the head's context reaches, and the carry."""
+        proposal, carry = draft_chain(next_logits, carry, view.last, view, self.num_nodes, self.sample, self.vocab_size)
         q = None if proposal.probs is None else DraftProbs(proposal.probs)
-        room = self.head.config.max_position_embeddings - view.length + 2
-        count = jnp.minimum(proposal.count, self._known(view, room))
-        return Draft(proposal.tokens, count, q), state.replace(cache=cache.replace(length=state.cache.length))
+        return Draft(proposal.tokens, jnp.minimum(proposal.count, self._reach(view)), q), carry
 
     def _propose_tree(self, params, state, view):
         """Row 0 of the flight is the last committed token, whose output `commit` has left; nodes stand behind it."""
@@ -174,16 +171,18 @@ class FeatureDrafter(TreeDrafter):
         outputs = jnp.zeros((batch, rows, state.output.shape[-1]), state.output.dtype).at[:, 0].set(state.output)
         carry = state.cache.replace(length=view.length - 1), outputs
         found, (cache, _) = self.tree.draft(next_logits, carry, view, self.sample, self.vocab_size)
-        # A node at depth d follows a slot at position length - 3 + d, which must lie in the head's context.
-        room = self.head.config.max_position_embeddings - view.length + 2
         real = jnp.arange(self.num_nodes) < found.count[:, None]
-        count = (real & (found.depth <= self._known(view, room)[:, None])).sum(axis=1)
+        count = (real & (found.depth <= self._reach(view)[:, None])).sum(axis=1)
         draft = Draft(found.tokens, count, found.q, found.parents)
         return draft, state.replace(cache=cache.replace(length=state.cache.length))
 
-    def _known(self, view, most):
-        """`most`, at least 0; nothing where the text is one token, behind which no feature stands yet."""
-        return jnp.where(view.length > 1, jnp.maximum(most, 0), 0)
+    def _reach(self, view):
+        """How deep a draft may be: nothing follows a text of one token, behind which no feature stands yet.
+
+        A token at depth d follows the slot at position length - 3 + d, which must lie in the head's context.
+        """
+        room = self.head.config.max_position_embeddings - view.length + 2
+        return jnp.where(view.length > 1, jnp.maximum(room, 0), 0)
 
     def _logits(self, params, output, active=None):
         """float32 logits of the target's ids, [batch, width, target_vocab], of outputs of the head's layers."""

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from spec_jax.cache import KVCache
 from spec_jax.drafting.heads import Eagle3Head, EagleHead, Head, MtpHead
 from spec_jax.models.blocks import Flight, feed_forward, rotations, self_attention
-from spec_jax.models.layers import RowBlocks, joined_linear, rms_norm
+from spec_jax.models.layers import RowBlocks, flat_active, joined_linear, rms_norm, rows_for
 
 Params = dict
 
@@ -68,7 +68,7 @@ def step(
       The output of the last layer, [batch, width, hidden], and the cache with the rows written behind `length`.
     """
     c, active, shape = head.config, flight.active.reshape(-1), hidden.shape
-    rows = _rows(head, rows)
+    rows = rows_for(head.packed, rows)
     norm = lambda x, weight: rms_norm(x, weight, c.rms_norm_eps, rows, active)  # noqa: E731
     hidden, embedded = hidden.reshape(-1, shape[-1]), embedded.reshape(-1, embedded.shape[-1]).astype(head.dtype)
     k, v = list(cache.k), list(cache.v)
@@ -113,15 +113,17 @@ def head_input(
         return output
     weight = params["final_norm"] if isinstance(head, Eagle3Head) else params["layer_0"]["output_norm"]
     flat = output.reshape(-1, output.shape[-1])
-    normed = rms_norm(flat, weight, head.config.rms_norm_eps, _rows(head, rows), _flat(active, len(flat)))
+    normed = rms_norm(
+        flat, weight, head.config.rms_norm_eps, rows_for(head.packed, rows), flat_active(active, len(flat))
+    )
     normed = normed.reshape(output.shape)
     return normed * head.logit_scale if isinstance(head, Eagle3Head) and head.logit_scale != 1 else normed
 
 
 def _through_fc(head, w, parts, rows, active):
-    rows, shape = _rows(head, rows), parts[0].shape
+    rows, shape = rows_for(head.packed, rows), parts[0].shape
     parts = [x.reshape(-1, shape[-1]) for x in parts]
-    active, eps = _flat(active, len(parts[0])), head.config.rms_norm_eps
+    active, eps = flat_active(active, len(parts[0])), head.config.rms_norm_eps
     if head.fc_norm == "each":
         parts = [rms_norm(x, w[f"norm_{i}"], eps, rows, active) for i, x in enumerate(parts)]
     x = jnp.concatenate(parts, axis=1)
@@ -132,12 +134,3 @@ def _through_fc(head, w, parts, rows, active):
 
 def _fc(w, x, size, rows, active):
     return joined_linear(x, w, ("fc",), (size,), rows, active)[0]
-
-
-def _flat(active: jax.Array | None, count: int) -> jax.Array:
-    return jnp.ones(count, bool) if active is None else active.reshape(-1)
-
-
-def _rows(head: Head, rows: RowBlocks) -> RowBlocks:
-    """The layout of the weights decides how rows run, before anything else."""
-    return RowBlocks(independent=True) if head.packed else rows

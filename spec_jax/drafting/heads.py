@@ -182,7 +182,7 @@ class BlockHead(Head):
       block_size: rows of the block as trained: the last token and the mask tokens; fewer may be run.
       mask_token: the id whose embedding stands for tokens that are not known yet.
       sample_from_anchor: whether the row of the last token drafts too (DSpark): K is the block size then.
-      windows: per layer how many earlier positions it sees, None: all; empty: all layers see all.
+      windows: per layer how many positions in front of its own it sees, None: all; empty: all layers see all.
       causal: whether rows of the block see only those in front of them, per layer; empty: none is.
     """
 

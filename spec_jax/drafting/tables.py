@@ -35,7 +35,7 @@ def with_tables(head: Head, params: dict[str, Any], target: Model) -> tuple[Head
     if not head.own_head:
         if head.mapped:
             raise ValueError("the drafter has ids of its own but no output head for them: lm_head is absent")
-        more["lm_head"] = target.params["embedding" if target.config.tie_embeddings else "lm_head"]
+        more["lm_head"] = target.params[target.config.head_table]
         config = dataclasses.replace(head.config, vocab_size=rows)
         head = dataclasses.replace(head, own_head=True, config=config)
     return head, params | more
@@ -43,7 +43,7 @@ def with_tables(head: Head, params: dict[str, Any], target: Model) -> tuple[Head
 
 def embed_tokens(head: Head, params: dict[str, Any], tokens: jax.Array) -> jax.Array:
     """Embeddings [..., hidden] of the target's ids; what is no id (negative) is taken for 0."""
-    rows = RowBlocks(independent=head.packed)
+    rows = layers.rows_for(head.packed, RowBlocks())
     return layers.embed(jnp.maximum(tokens, 0), params["embedding"], rows).astype(head.dtype)
 
 
@@ -53,16 +53,14 @@ def head_logits(
     hidden: jax.Array,
     rows: RowBlocks,
     active: jax.Array | None = None,
-    table: str = "lm_head",
 ) -> jax.Array:
     """float32 logits of the drafter's ids, [batch, width, draft vocab], of hidden [batch, width, hidden].
 
-    `active` bool [batch, width]: rows that are wanted, others may hold anything; None: all. `table`: the output head.
+    `active` bool [batch, width]: rows that are wanted, others may hold anything; None: all.
     """
     flat, size = hidden.reshape(-1, hidden.shape[-1]), head.config.vocab_size
-    active = jnp.ones(len(flat), bool) if active is None else active.reshape(-1)
-    rows = RowBlocks(independent=True) if head.packed else rows
-    return layers.unembed(flat, params[table], rows, size, active).reshape(*hidden.shape[:-1], size)
+    rows, active = layers.rows_for(head.packed, rows), layers.flat_active(active, len(flat))
+    return layers.unembed(flat, params["lm_head"], rows, size, active).reshape(*hidden.shape[:-1], size)
 
 
 def to_target_logits(head: Head, params: dict[str, Any], logits: jax.Array, target_vocab: int) -> jax.Array:

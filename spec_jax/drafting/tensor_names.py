@@ -143,13 +143,15 @@ class MtpNames:
     switches: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
+def _parts(prefix: str, names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(f"{prefix}{name}.weight" for name in names)
+
+
+_SPECULATORS_PARTS = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")  # MiMo's too
 MTP_NAMES = {
     "speculators": MtpNames(
         "mtp_layers.{}.",
-        tuple(
-            f"mtp_layers.{{}}.{part}.weight"
-            for part in ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
-        ),
+        _parts("mtp_layers.{}.", _SPECULATORS_PARTS),
         switches={"post_norm": True},
     ),
     "qwen3_next": MtpNames(
@@ -160,15 +162,12 @@ MTP_NAMES = {
     ),
     "mimo": MtpNames(
         "model.mtp_layers.{}.",
-        tuple(
-            f"model.mtp_layers.{{}}.{part}.weight"
-            for part in ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
-        ),
+        _parts("model.mtp_layers.{}.", _SPECULATORS_PARTS),
         switches={"hidden_first": True, "post_norm": True, "zero_first": True},
     ),
     "deepseek": MtpNames(
         "model.layers.{}.",
-        tuple(f"model.layers.{{}}.{part}.weight" for part in ("enorm", "hnorm", "eh_proj", "shared_head.norm")),
+        _parts("model.layers.{}.", ("enorm", "hnorm", "eh_proj", "shared_head.norm")),
         switches={"zero_first": True},
     ),
 }

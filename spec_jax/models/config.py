@@ -67,6 +67,11 @@ class LlamaConfig:
         """Query heads that share one key/value head."""
         return self.num_heads // self.num_kv_heads
 
+    @property
+    def head_table(self) -> str:
+        """Name of the parameter that is the output head."""
+        return "embedding" if self.tie_embeddings else "lm_head"
+
 
 def from_hf_config(config: Mapping[str, Any]) -> LlamaConfig:
     """Maps the contents of a `config.json`. Raises ValueError naming what is not supported."""

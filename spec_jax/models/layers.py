@@ -58,6 +58,16 @@ class RowBlocks:
         return min((c for c in counts if c >= count), default=self.block)
 
 
+def rows_for(packed: bool, rows: RowBlocks) -> RowBlocks:
+    """The layout of the weights decides how rows run, before anything else."""
+    return RowBlocks(independent=True) if packed else rows
+
+
+def flat_active(active: jax.Array | None, count: int) -> jax.Array:
+    """bool [count] of `active` [batch, width]; None: all rows are wanted."""
+    return jnp.ones(count, bool) if active is None else active.reshape(-1)
+
+
 def by_rows(function: Callable[[jax.Array], jax.Array], x: jax.Array, rows: RowBlocks, *, at_least: int) -> jax.Array:
     """Applies `function`, which treats rows independently, to `x` [rows, ...] in canonical row counts.
 

@@ -18,7 +18,7 @@ from jax import lax
 from spec_jax import cache as kv
 from spec_jax.models.blocks import Flight, feed_forward, flight_behind, rotations, self_attention
 from spec_jax.models.config import LlamaConfig, param_shapes
-from spec_jax.models.layers import RowBlocks, embed, rms_norm, unembed
+from spec_jax.models.layers import RowBlocks, embed, flat_active, rms_norm, rows_for, unembed
 from spec_jax.models.packing import pack_params, packed_shapes
 
 FINAL_NORM = -1
@@ -99,7 +99,7 @@ class Llama(nn.Module):
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """Token ids [batch, width] to embeddings [batch, width, embed]. Ids must lie in the vocabulary."""
-        return embed(tokens, self.weights["embedding"], self._rows(RowBlocks()))
+        return embed(tokens, self.weights["embedding"], rows_for(self.packed, RowBlocks()))
 
     def layers(
         self,
@@ -128,27 +128,24 @@ class Llama(nn.Module):
 
     def final_norm(self, x: jax.Array, rows: RowBlocks, active: jax.Array | None = None) -> jax.Array:
         """The norm in front of the head, [batch, width, embed]."""
-        flat, active = x.reshape(-1, x.shape[-1]), _flat_active(x, active)
+        flat = x.reshape(-1, x.shape[-1])
         weight, eps = self.weights["final_norm"], self.config.rms_norm_eps
-        return rms_norm(flat, weight, eps, self._rows(rows), active).reshape(x.shape)
+        return rms_norm(flat, weight, eps, rows_for(self.packed, rows), flat_active(active, len(flat))).reshape(x.shape)
 
     def head(self, normed: jax.Array, rows: RowBlocks, active: jax.Array | None = None) -> jax.Array:
         """float32 logits [batch, width, vocab] of final-norm outputs."""
-        weight, vocab = self.weights["embedding" if self.config.tie_embeddings else "lm_head"], self.config.vocab_size
-        flat, active = normed.reshape(-1, normed.shape[-1]), _flat_active(normed, active)
-        return unembed(flat, weight, self._rows(rows), vocab, active).reshape(*normed.shape[:-1], vocab)
+        weight, vocab = self.weights[self.config.head_table], self.config.vocab_size
+        flat = normed.reshape(-1, normed.shape[-1])
+        active = flat_active(active, len(flat))
+        return unembed(flat, weight, rows_for(self.packed, rows), vocab, active).reshape(*normed.shape[:-1], vocab)
 
     def _feature(self, x: jax.Array, flight: Flight) -> jax.Array:
         """x where it was computed, zeros elsewhere: a drafter may put every row of a feature into its state."""
         return jnp.where(flight.active[..., None], x, 0) if self.packed else x
 
-    def _rows(self, rows: RowBlocks) -> RowBlocks:
-        """The layout of the weights decides how rows run, before anything else."""
-        return RowBlocks(independent=True) if self.packed else rows
-
     def _layer(self, index, x, k_slots, v_slots, flight, rotation, rows):
         c, w = self.config, self.weights[f"layer_{index}"]
-        rows, shape, active = self._rows(rows), x.shape, flight.active.reshape(-1)
+        rows, shape, active = rows_for(self.packed, rows), x.shape, flight.active.reshape(-1)
         x = x.reshape(-1, shape[-1])
         with jax.named_scope("attention"):
             normed = rms_norm(x, w["attention_norm"], c.rms_norm_eps, rows, active)
@@ -158,11 +155,6 @@ class Llama(nn.Module):
             normed = rms_norm(x, w["mlp_norm"], c.rms_norm_eps, rows, active)
             x = x + feed_forward(normed, w, c, rows, active)
         return x.reshape(shape), k_slots, v_slots
-
-
-def _flat_active(x: jax.Array, active: jax.Array | None) -> jax.Array:
-    """`active` [rows] of x [batch, width, size]; None: all of them."""
-    return jnp.ones(x.shape[0] * x.shape[1], bool) if active is None else active.reshape(-1)
 
 
 def _initialise(key, entry, dtype):
@@ -184,9 +176,7 @@ def _initialise(key, entry, dtype):
 def init_params(module: Llama, seed: int = 0) -> dict:
     """Random parameters of `module`, a nested dict like that of a loaded checkpoint."""
     plain = module.clone(packed=False)
-    cache = kv.init_cache(
-        module.config.num_layers, 1, module.config.num_kv_heads, 1, module.config.head_dim, module.dtype
-    )
+    cache = kv.init_cache(module.config, 1, 1, module.dtype)
     tokens = jnp.zeros((1, 1), jnp.int32)
     ancestors = np.ones((1, 1, 1), np.uint32)
 

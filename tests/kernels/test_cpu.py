@@ -548,8 +548,8 @@ def logits_of(model, tokens, rows=None, active=None):
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _logits(module, rows, params, tokens, active):
-    c, (batch, width) = module.config, tokens.shape
-    cache = kv.init_cache(c.num_layers, batch, c.num_kv_heads, kv.BLOCK, c.head_dim, module.dtype)
+    batch, width = tokens.shape
+    cache = kv.init_cache(module.config, batch, kv.BLOCK, module.dtype)
     chain = {"depth": np.arange(width, dtype=np.int32), "ancestors": chain_ancestors(width)}
     return module.apply({"params": params}, tokens, cache, **chain, rows=rows, active=active).logits
 

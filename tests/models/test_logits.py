@@ -28,8 +28,8 @@ def goldens_module():
 
 def logits_of(model, ids) -> np.ndarray:
     """float32 [batch, width, vocab] of one pass over `ids` [batch, width]."""
-    config, (batch, width) = model.config, ids.shape
-    cache = init_cache(config.num_layers, batch, config.num_kv_heads, width, config.head_dim, model.module.dtype)
+    batch, width = ids.shape
+    cache = init_cache(model.config, batch, width, model.module.dtype)
     depth, ancestors = np.arange(width, dtype=np.int32), chain_ancestors(width)
 
     @jax.jit

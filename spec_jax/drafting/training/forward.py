@@ -225,8 +225,3 @@ def target_forward(
     if FINAL_NORM in capture:
         features[FINAL_NORM] = normed
     return jax.tree.map(lax.stop_gradient, (features, normed))
-
-
-def output_rows(params: dict[str, Any], config: LlamaConfig) -> jax.Array:
-    """The target's output head [ids, hidden]."""
-    return params["embedding" if config.tie_embeddings else "lm_head"]
