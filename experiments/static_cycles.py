@@ -178,7 +178,7 @@ def compile_all(work: dict[str, Any]) -> None:
     import numpy as np
     from jax.experimental import topologies
     from jax.experimental.layout import Format, Layout
-    from jax.sharding import Mesh, SingleDeviceSharding
+    from jax.sharding import Mesh, make_single_device_sharding
 
     from spec_jax.kernels import tpu
     from spec_jax.kernels.block_sizes import BlockSizes
@@ -208,7 +208,7 @@ def compile_all(work: dict[str, Any]) -> None:
             return 2 * tpu.for_static_profile(2 * q, *rest, **lengths, scale=shape.head_dim**-0.5, sizes=sizes)
 
         # Else heads of 64 lie with the slots along the lanes, and are copied first.
-        one = SingleDeviceSharding(chip)
+        one = make_single_device_sharding(chip)
 
         def place(ndim):
             return Format(Layout(tuple(range(ndim))), one)

@@ -57,7 +57,8 @@ def rotations(rope: RopeConfig, head_dim: int, positions: jax.Array, packed: boo
     """The rope table of positions [batch, width]."""
 
     def table(positions):
-        return rope_table(rope, head_dim, positions)
+        # Nothing is fused with the sines: jax 0.12.1 computes those of one row otherwise when it fuses a rotation.
+        return lax.optimization_barrier(rope_table(rope, head_dim, positions))
 
     if not packed:
         return table(positions)

@@ -7,7 +7,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import tiny
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import Mesh, make_single_device_sharding
 
 from spec_jax.decode import Decoder
 from spec_jax.drafting.layer_skip import LayerSkipDrafter
@@ -45,7 +45,7 @@ def name_of(shape):
 
 
 def placed(chip, shapes):
-    place = SingleDeviceSharding(chip)
+    place = make_single_device_sharding(chip)
     return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), shapes)
 
 
