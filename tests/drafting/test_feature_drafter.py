@@ -62,7 +62,7 @@ def random_params(head):
 def run(name, tree, packed):
     head, params = HEADS[name], random_params(HEADS[name])
     if packed:
-        head, params = dataclasses.replace(head, packed=True), pack_params(dict(params))
+        head, params = dataclasses.replace(head, packed=True), pack_params(params)
     head, params = with_tables(head, params, target(packed))
     drafter = FeatureDrafter(4 if TREES[tree] is None else 6, head, 97, 97, tree=TREES[tree])
     return generate(target(packed), PROMPTS, None, BUDGET, drafter=(drafter, params))
